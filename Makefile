@@ -1,0 +1,37 @@
+# make demo   the environment, then a question to the bundled checkpoint
+# make test   the environment, then the test suite (what CI runs)
+# make lint   ruff
+#
+# Without a GPU the CPU build of torch is taken from PyTorch's index; with one, PyPI's. Another build or version:
+#     make demo TORCH_INDEX=https://download.pytorch.org/whl/cu130 TORCH=torch==2.13.0
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+
+PIP = .venv/bin/python -m pip --disable-pip-version-check -q
+
+.PHONY: demo test lint clean
+
+demo: .venv/runs
+	.venv/bin/python single_shot_inference.py --temperature 0 "What is the capital of France?"
+
+test: .venv/tests
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
+
+lint: .venv/tests
+	.venv/bin/ruff check .
+
+.venv/runs: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, found " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(PIP) install --retries 1 $(TORCH_INDEX:%=--extra-index-url %) "$(TORCH)"
+	$(PIP) install -e .
+	@touch $@
+
+.venv/tests: .venv/runs
+	$(PIP) install -e ".[test]"
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info
