@@ -1,0 +1,39 @@
+"""The choice of implementation. An operation is a name with a torch definition (`NAME_ref`, the meaning) and, on the `cuda`
+backend, a kernel of the same name. The backend is chosen once, at start, for all operations: no silent fallback."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from ..errors import UserError
+
+_definitions: dict[str, Callable] = {}
+_kernels: dict[str, Callable] = {}  # filled by dsv4/kernels
+_chosen: dict[str, Callable] = {}  # what runs instead of the definition
+
+
+def operation(definition: Callable) -> Callable:
+    """Makes the public operation NAME from its torch definition NAME_ref; it runs what `select` chose."""
+    name = definition.__name__.removesuffix("_ref")
+    _definitions[name] = definition
+
+    @functools.wraps(definition)
+    def call(*args, **kwargs):
+        return _chosen.get(name, definition)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def select(backend: str) -> None:
+    """Chooses the implementation of every operation: "torch" or "cuda". Raises UserError when a kernel is missing."""
+    _chosen.clear()
+    if backend == "cuda":
+        missing = sorted(_definitions.keys() - _kernels.keys())
+        if missing:
+            raise UserError(f"--backend cuda: expected a kernel for every operation, found none for {missing[0]!r} (and {len(missing) - 1} "
+                            "more): run with --backend torch, which also takes --devices cuda:0")
+        _chosen.update(_kernels)
+    elif backend != "torch":
+        raise UserError(f"--backend: expected torch or cuda, found {backend!r}")

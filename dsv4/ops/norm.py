@@ -1,0 +1,42 @@
+"""RMS norms: the plain one, and the two of attention's inputs with RoPE behind them. fp32 inside, one rounding at the end."""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import operation
+from .quant import fp8_round_trip_ref
+from .rope import apply_rope_ref
+
+
+def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., D] any float dtype, weight [D] fp32 -> x's dtype (model.md section 2)."""
+    v = x.float()
+    return (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def query_norm_rope_ref(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float) -> torch.Tensor:
+    """Per-head RMS norm without a weight, then RoPE: q [S, H, d], cos and sin [S, rope/2] fp32 -> q's dtype (model.md section 4)."""
+    v = q.float()
+    v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    return apply_rope_ref(v, cos, sin).to(q.dtype)
+
+
+def kv_norm_rope_ref(kv: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float,
+                     quantize: bool) -> torch.Tensor:
+    """RMS norm with weight, RoPE and, if `quantize`, the KV cache's FP8 on the non-rotary dims (64 per scale).
+
+    kv [S, d], weight [d] fp32, cos and sin [S, rope/2] fp32 -> kv's dtype. Used for window keys and compressed entries alike
+    (model.md sections 4 and 6). The rotary dims stay unquantised.
+    """
+    v = kv.float()
+    v = apply_rope_ref(v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight, cos, sin).to(kv.dtype)
+    if quantize:
+        plain = v.shape[-1] - 2 * cos.shape[-1]
+        v = torch.cat((fp8_round_trip_ref(v[..., :plain], 64), v[..., plain:]), -1)
+    return v
+
+
+rms_norm = operation(rms_norm_ref)
+query_norm_rope = operation(query_norm_rope_ref)
+kv_norm_rope = operation(kv_norm_rope_ref)

@@ -1,0 +1,93 @@
+"""Quantise-dequantise of activations: what the model was trained with (KV cache FP8, indexer FP4 after a Hadamard rotation) and
+what a GEMM's input may get. Every function returns the values a reader of the packed form would see, in the input's dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import operation
+
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+_ONE_OVER_448, _ONE_OVER_6 = torch.tensor(1 / 448, dtype=torch.float32).item(), torch.tensor(1 / 6, dtype=torch.float32).item()
+
+
+def power_of_two_ceil(v: torch.Tensor) -> torch.Tensor:
+    """2^ceil(log2 v) for fp32 v > 0, on the bits: no logarithm, so exact at every power of two (model.md section 9)."""
+    bits = v.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return (exponent << 23).view(torch.float32)
+
+
+def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with x's sign, ties to the even code; |x| <= 6."""
+    a = x.abs()
+    step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+    return torch.copysign(torch.round(a / step) * step, x)
+
+
+def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """x [..., K] as fp32 [..., ceil(K / block), block]; a ragged last block is filled up with zeros."""
+    x = x.float()
+    short = -x.shape[-1] % block
+    if short:
+        x = torch.nn.functional.pad(x, (0, short))
+    return x.unflatten(-1, (-1, block))
+
+
+def fp8_round_trip_ref(x: torch.Tensor, block: int) -> torch.Tensor:
+    """FP8 e4m3 with one ue8m0 scale per `block` values along the last axis, and back.
+
+    block 64: the KV cache's non-rotary dims; block 128: the input of an FP8 linear. x [..., K] any float dtype; same shape and
+    dtype back. Bit exact to model.md section 9 (official kernel `act_quant`): scale = 2^ceil(log2(max(amax, 1e-4) / 448)).
+    """
+    v = _blocks(x, block)
+    scale = power_of_two_ceil(v.abs().amax(-1, keepdim=True).clamp_min(1e-4) * _ONE_OVER_448)
+    q = (v / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (q.float() * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def fp4_round_trip_ref(x: torch.Tensor) -> torch.Tensor:
+    """FP4 e2m1 with one ue8m0 scale per 32 values along the last axis, and back: indexer q and k after the Hadamard rotation.
+
+    Same shape and dtype back. Bit exact to model.md section 9 (official kernel `fp4_act_quant`).
+    """
+    v = _blocks(x, 32)
+    scale = power_of_two_ceil(v.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-126) * _ONE_OVER_6)
+    q = round_to_e2m1((v / scale).clamp(-E2M1_MAX, E2M1_MAX))
+    return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def nvfp4_round_trip_ref(x: torch.Tensor) -> torch.Tensor:
+    """NVFP4 of a GEMM's input, and back: e2m1 values, one e4m3 scale per 16, one fp32 scale per row (token).
+
+    x [..., K]; same shape and dtype back. The row's scale is amax / (6 * 448), so that the largest block scale is 448; a token's
+    result does not depend on its neighbours. A block whose scale rounds to zero becomes zero.
+    """
+    v = _blocks(x, 16)
+    row = x.float().abs().amax(-1, keepdim=True).unsqueeze(-1) / (E2M1_MAX * E4M3_MAX)
+    row = torch.where(row > 0, row, 1.0)
+    scale = (v.abs().amax(-1, keepdim=True) / E2M1_MAX / row).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).float() * row
+    q = round_to_e2m1(torch.where(scale > 0, v / scale, 0.0).clamp(-E2M1_MAX, E2M1_MAX))
+    return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def hadamard_ref(x: torch.Tensor) -> torch.Tensor:
+    """x @ H * d^-0.5 along the last axis (a power of two), H Sylvester's matrix in natural order; fp32 inside, x's dtype back.
+
+    Orthogonal, so it cancels in q . k except for what the FP4 rounding after it does (model.md section 7).
+    """
+    d = x.shape[-1]
+    if d & (d - 1):
+        raise ValueError(f"hadamard: expected a last axis that is a power of two, found {tuple(x.shape)}")
+    y, half = x.float(), 1
+    while half < d:
+        pairs = y.unflatten(-1, (-1, 2, half))
+        y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
+        half *= 2
+    return (y * d**-0.5).to(x.dtype)
+
+
+fp8_round_trip = operation(fp8_round_trip_ref)
+fp4_round_trip = operation(fp4_round_trip_ref)
+nvfp4_round_trip = operation(nvfp4_round_trip_ref)
+hadamard = operation(hadamard_ref)

@@ -1,0 +1,26 @@
+"""The router of the experts: fp32 scores, selection by score plus bias or by the token's id, weights from the scores alone
+(model.md section 8)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .backend import operation
+
+
+def router_ref(x: torch.Tensor, gate: torch.Tensor, top_k: int, route_scale: float, *, bias: torch.Tensor | None = None,
+               chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts [S, k] int64, weights [S, k] fp32) for x [S, D], gate [E, D] fp32.
+
+    Learned layers give `bias` [E] fp32: it decides which experts, not their weights; ties go to the lower index. Hash layers give
+    `chosen` [S, k], the experts of each token's id: their weights are the gathered scores all the same, not 1/k.
+    """
+    scores = F.softplus(x.float() @ gate.T).sqrt()
+    if chosen is None:
+        chosen = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(-1, chosen)
+    return chosen, weights / weights.sum(-1, keepdim=True) * route_scale
+
+
+router = operation(router_ref)

@@ -1,0 +1,502 @@
+#!/usr/bin/env python3
+"""One prompt through DeepSeek-V4 (Pro, Flash, or the bundled tiny one), from the command line.
+
+Read it top to bottom: arguments, prompt, plan, load, prefill, decode, report. What is not the story lives in `dsv4` (the model) and
+`encoding` (messages <-> text). Standard output carries the answer and nothing else; everything else goes to standard error.
+
+Exit codes: 0 done; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+# torch and the layers are imported where they are first used: --help and argument errors answer at once.
+from dsv4.errors import UserError
+
+BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "tiny"
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse, with an error of one line and no usage text before it."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message}; see --help\n")
+
+
+def whole(minimum: int):
+    """An argument type: a whole number of `minimum` or more."""
+
+    def parse(text):
+        if not text.lstrip("-").isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"expected a whole number of {minimum} or more, found {text!r}")
+        return int(text)
+
+    return parse
+
+
+def token_ids(text: str) -> list[int]:
+    """An argument type: 1,2,3."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected token ids such as 0,17,4, found {text!r}")
+    return [int(part) for part in parts]
+
+
+def layer_range(text: str) -> tuple[int, int]:
+    """An argument type: A:B, the layers A to B - 1."""
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"expected A:B with A < B, the layers A to B - 1, found {text!r}")
+    return int(first), int(last)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    p = OneLineParser(prog="single_shot_inference.py", description="Runs one prompt through DeepSeek-V4.", allow_abbrev=False)
+    g = p.add_argument_group("prompt (one of these)")
+    g.add_argument("prompt", nargs="?", metavar="PROMPT", help="the user's message; - reads it from standard input")
+    g.add_argument("--prompt-file", metavar="FILE", help="the user's message from a file (UTF-8); - is standard input")
+    g.add_argument("--messages", metavar="FILE", help="JSON: OpenAI-style messages, or an object with messages, tools, response_format")
+    g.add_argument("--prompt-ids", metavar="1,2,3", type=token_ids, help="token ids as they are; the folder then needs no tokenizer")
+    g = p.add_argument_group("how the prompt is read")
+    g.add_argument("--raw", action="store_true", help="no chat template: the text is the prompt, special tokens in it are recognised")
+    g.add_argument("--system", metavar="TEXT", help="a system message")
+    g.add_argument("--think", choices=("off", "on", "max"), default="off", help="reason before the answer (default: off)")
+    g.add_argument("--print-prompt", action="store_true", help="print the rendered prompt, then stop")
+    g = p.add_argument_group("model")
+    g.add_argument("--model", metavar="DIR", type=Path, default=BUNDLED, help="checkpoint folder (default: the bundled tiny one)")
+    g.add_argument("--inspect", action="store_true", help="print what the checkpoint holds, then stop")
+    g.add_argument("--backend", choices=("auto", "torch", "cuda"), default="auto", help="auto: torch (the definitions)")
+    g.add_argument("--devices", metavar="LIST", default="auto", help="auto, cpu, or a list such as cuda:0,cuda:1 (default: auto)")
+    g.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and caches (default: float32 on a CPU, else bfloat16)")
+    g.add_argument("--context", metavar="N", type=whole(1), help="tokens to plan the caches for (default: prompt + new tokens)")
+    g.add_argument("--prefill-chunk", metavar="N", type=whole(1), default=512, help="prompt tokens run at once (default: 512)")
+    g.add_argument("--kv-quant", choices=("model", "off"), default="model", help="the trained KV FP8 and indexer FP4 (default: model)")
+    g.add_argument("--activations", choices=("auto", "bf16", "fp8", "nvfp4"), default="auto",
+                   help="what quantised weights see of their input; emulated where the hardware lacks it (default: auto, which is bf16)")
+    g.add_argument("--layers", metavar="A:B", type=layer_range, help="run only the layers A to B - 1, for diagnosis")
+    g = p.add_argument_group("generation (defaults: the checkpoint's generation_config.json)")
+    g.add_argument("--max-new-tokens", metavar="N", type=whole(0), default=512, help="0 only reads the prompt (default: 512)")
+    g.add_argument("--temperature", metavar="T", type=float, help="0 is greedy, and bit-identical from run to run")
+    g.add_argument("--top-k", metavar="K", type=int, help="0 is off")
+    g.add_argument("--top-p", metavar="P", type=float)
+    g.add_argument("--repetition-penalty", metavar="R", type=float)
+    g.add_argument("--seed", metavar="N", type=int, help="makes sampling repeatable")
+    g = p.add_argument_group("output")
+    g.add_argument("--json", action="store_true", help="one JSON object on standard output instead of the stream")
+    g.add_argument("--dump-logits", metavar="FILE", type=Path,
+                   help="safetensors: token_ids [n], logits [n, vocab]; row i is the prediction after token i")
+    args = p.parse_args(argv)
+    check_arguments(p, args)
+    return args
+
+
+def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What argparse cannot say: which arguments exclude each other, and an output that could not be written at the end."""
+    sources = [name for name, value in (("PROMPT", args.prompt), ("--prompt-file", args.prompt_file), ("--messages", args.messages),
+                                        ("--prompt-ids", args.prompt_ids)) if value is not None]
+    if len(sources) > 1:
+        p.error(f"expected one prompt, found {' and '.join(sources)}: give one of them")
+    if not sources and not args.inspect:
+        p.error("expected a prompt, found none: give PROMPT, --prompt-file, --messages or --prompt-ids")
+    if args.messages or args.prompt_ids or args.raw:
+        for flag, given in (("--system", args.system is not None), ("--raw", args.raw and (args.messages or args.prompt_ids)),
+                            ("--think", args.think != "off" and (args.raw or args.prompt_ids))):
+            if given:
+                p.error(f"{flag} does not go with {'--messages' if args.messages else '--prompt-ids' if args.prompt_ids else '--raw'}")
+    if args.dump_logits is not None:
+        folder = args.dump_logits.resolve().parent
+        if args.dump_logits.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            p.error(f"--dump-logits: {args.dump_logits} cannot be written: expected a file name in a folder that exists and is writable")
+
+
+# --------------------------------------------------------------------------------------------------------------- prompt
+
+
+def read_text(name: str, flag: str) -> str:
+    """A file's text, or standard input's for -, as strict UTF-8."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{flag}: {name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag}: expected UTF-8, found byte 0x{data[error.start]:02x} at offset {error.start} of {name}") from None
+
+
+def render_prompt(args: argparse.Namespace):
+    """The rendered prompt (encoding.Prompt), or None where token ids were given."""
+    import encoding
+
+    if args.prompt_ids is not None:
+        return None
+    if args.messages is not None:
+        try:
+            document = json.loads(read_text(args.messages, "--messages"))
+        except ValueError as error:
+            raise UserError(f"--messages: {args.messages} is not JSON: {error}") from None
+        try:
+            messages, tools, response_format = encoding.messages_from_json(document)
+            return encoding.render(messages, think=args.think, tools=tools, response_format=response_format)
+        except encoding.EncodingError as error:
+            raise UserError(f"--messages: {args.messages}: {error}") from None
+    text = args.prompt
+    if args.prompt_file is not None or text == "-":
+        text = read_text(args.prompt_file or "-", "--prompt-file" if args.prompt_file else "PROMPT")
+    if not text:
+        raise UserError("expected a prompt, found an empty one: give at least one character")
+    try:
+        (text + (args.system or "")).encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("PROMPT: expected UTF-8, found bytes that are not: convert the text to UTF-8") from None
+    if args.raw:
+        return encoding.Prompt.raw(text)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return encoding.render([*system, {"role": "user", "content": text}], think=args.think)
+
+
+def print_prompt(args: argparse.Namespace) -> int:
+    """--print-prompt: the text, or with --json the text and its ids, which takes the checkpoint's tokenizer."""
+    prompt = render_prompt(args)
+    if args.json:
+        ids = args.prompt_ids or open_tokenizer(args.model).encode(prompt)
+        print(json.dumps({"prompt": prompt and prompt.text, "prompt_ids": ids}, ensure_ascii=False))
+    else:
+        print(",".join(map(str, args.prompt_ids)) if prompt is None else prompt.text)
+    return 0
+
+
+def open_tokenizer(folder: Path):
+    """The checkpoint's tokenizer. Raises CheckpointError where there is none."""
+    import encoding
+    from dsv4.errors import CheckpointError
+
+    try:
+        return encoding.Tokenizer(folder / "tokenizer.json")
+    except encoding.EncodingError as error:
+        raise CheckpointError(f"{error}; without a tokenizer give --prompt-ids") from None
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+class Interrupt:
+    """Ctrl-C once asks to stop: whoever works looks at `asked`, or calls `check`. Twice stops at once."""
+
+    class Stop(Exception):
+        """Work was given up because the user asked."""
+
+    def __init__(self):
+        self.asked = False
+        signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, *_):
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check(self, *_):
+        if self.asked:
+            raise self.Stop
+
+
+def progress_bar(total: int, what: str, unit: str):
+    """A bar on standard error, drawn only on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=None, leave=False, file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+class Answer:
+    """The generated tokens, streamed as text: the answer to standard output, the reasoning, dim, to standard error."""
+
+    def __init__(self, tokenizer, eos: set[int], *, thinking: bool, raw: bool, quiet: bool):
+        import encoding
+
+        self.tokenizer, self.eos, self.raw, self.quiet = tokenizer, eos, raw, quiet
+        self.ids: list[int] = []
+        self.text, self._answering = "", False
+        self.detokenizer = tokenizer.detokenizer() if tokenizer else None
+        self.parser = encoding.StreamParser(thinking)
+        self.dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+
+    def push(self, token: int) -> None:
+        self.ids.append(token)
+        if token not in self.eos:
+            self._text(self.detokenizer.push(token) if self.detokenizer else f"{token} ")
+
+    def close(self) -> None:
+        if self.detokenizer:
+            self._text(self.detokenizer.flush())
+        if not self.raw and self.tokenizer:
+            self._show(self.parser.close())
+            for call in self.parser.message["tool_calls"]:
+                self._write(sys.stdout, "\n" + json.dumps({"tool_call": call["function"]}, ensure_ascii=False))
+        self._write(sys.stdout, "\n" if self.text else "")
+        if self.message.get("error"):
+            self._write(sys.stderr, f"note: {self.message['error']}\n")
+
+    @property
+    def message(self) -> dict:
+        """The parsed message; of a raw run, its text."""
+        if self.raw or not self.tokenizer:
+            return {"role": "assistant", "content": self.text, "reasoning": None, "tool_calls": []}
+        return self.parser.message
+
+    def _text(self, text):
+        self.text += text
+        if self.raw or not self.tokenizer:
+            self._write(sys.stdout, text)
+        else:
+            self._show(self.parser.feed(text))
+
+    def _show(self, events):
+        for event in events:
+            if event.kind == "reasoning":
+                self._write(sys.stderr, f"{self.dim[0]}{event.text}{self.dim[1]}")
+            elif event.kind == "content":
+                if not self._answering and self.parser.message["reasoning"]:
+                    self._write(sys.stderr, "\n")
+                self._answering = True
+                self._write(sys.stdout, event.text)
+
+    def _write(self, stream, text):
+        if text and not self.quiet:
+            stream.write(text)
+            stream.flush()
+
+
+class Run:
+    """A loaded model and one sequence: prefill, decode, and what they took."""
+
+    def __init__(self, model, sampler, interrupt: Interrupt, keep_logits: bool):
+        self.model, self.sampler, self.interrupt = model, sampler, interrupt
+        self.cache = model.new_cache()
+        self.rows = [] if keep_logits else None  # fp32 [n, vocab] pieces on the host
+        self.timing: dict[str, float] = {}
+
+    def prefill(self, ids: list[int], chunk: int):
+        """Reads the prompt in chunks; returns the logits after its last token."""
+        start, logits = time.perf_counter(), None
+        with progress_bar(len(ids) if len(ids) > chunk else 0, "prefill", "tok") as bar:
+            for i in range(0, len(ids), chunk):
+                self.interrupt.check()
+                last = i + chunk >= len(ids)
+                logits = self._forward(ids[i : i + chunk], "last" if last else "none")
+                bar.update(min(chunk, len(ids) - i))
+        seconds = time.perf_counter() - start
+        self.timing |= {"prefill_s": seconds, "prefill_tokens": len(ids), "prefill_tokens_per_s": len(ids) / seconds}
+        return logits
+
+    def decode(self, logits, answer: Answer, max_new_tokens: int) -> str:
+        """Samples, streams and feeds back until the end; returns the finish reason."""
+        start = time.perf_counter()
+        try:
+            while len(answer.ids) < max_new_tokens:
+                answer.push(self.sampler(logits))
+                if answer.ids[-1] in answer.eos:
+                    return "stop"
+                if self.interrupt.asked:
+                    return "interrupt"
+                if self.cache.position >= self.cache.context:
+                    break
+                if len(answer.ids) < max_new_tokens:
+                    logits = self._forward(answer.ids[-1:], "last")
+            return "length"
+        except Interrupt.Stop:
+            return "interrupt"
+        finally:
+            steps, seconds = max(len(answer.ids) - 1, 0), time.perf_counter() - start  # the first token came with the prefill
+            self.timing |= {"decode_s": seconds, "decode_tokens": steps, "decode_tokens_per_s": steps / seconds if steps else 0.0,
+                            "decode_ms_per_token": 1e3 * seconds / steps if steps else 0.0}
+
+    def _forward(self, ids, logits):
+        if self.rows is None:
+            return self.model.forward(ids, self.cache, logits)
+        self.rows.append(self.model.forward(ids, self.cache, "all").cpu())
+        return self.rows[-1][-1]
+
+    def dump_logits(self, path: Path, ids: list[int]) -> None:
+        """Writes the row of every token that was run; the last generated one is run now. Atomic: a new file or none."""
+        import torch
+        from safetensors.torch import save_file
+
+        if self.cache.position < min(len(ids), self.cache.context) and not self.interrupt.asked:
+            self._forward(ids[self.cache.position :], "all")
+        rows = torch.cat(self.rows) if self.rows else torch.empty(0, self.model.config.vocab_size)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            save_file({"token_ids": torch.tensor(ids[: len(rows)], dtype=torch.int64), "logits": rows.contiguous()}, part)
+            os.replace(part, path)
+        except OSError as error:
+            raise UserError(f"--dump-logits: {path} cannot be written: {error.strerror or error}") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """--inspect: the audit of the headers; exit code 3 where something is wrong."""
+    from dsv4.checkpoint import Checkpoint
+
+    audit = Checkpoint.open(args.model, strict=False).audit()
+    print(json.dumps(audit.to_dict(), ensure_ascii=False, indent=2) if args.json else "\n".join(audit.lines()))
+    return 3 if audit.problems else 0
+
+
+def choose_sampling(args: argparse.Namespace, defaults: dict):
+    """The flags, else the checkpoint's generation_config.json, else 1.0 / off / 1.0 / 1.0."""
+    from dsv4.sampler import Sampling
+
+    def pick(flag, key, otherwise):
+        return flag if flag is not None else otherwise if defaults.get(key) is None else defaults[key]
+
+    greedy = defaults.get("do_sample") is False and args.temperature is None
+    return Sampling(temperature=0.0 if greedy else pick(args.temperature, "temperature", 1.0), top_k=pick(args.top_k, "top_k", 0),
+                    top_p=pick(args.top_p, "top_p", 1.0), repetition_penalty=pick(args.repetition_penalty, "repetition_penalty", 1.0),
+                    seed=args.seed)
+
+
+def stop_tokens(checkpoint) -> set[int]:
+    """The ids that end an answer, from config.json and generation_config.json."""
+    more = checkpoint.generation_config.get("eos_token_id") or []
+    return {*checkpoint.config.eos_token_ids, *(more if isinstance(more, list) else [more])}
+
+
+def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
+    """Backend, devices, numerics and the plan: everything that can be refused before a byte of weights is read."""
+    import torch
+
+    from dsv4 import ops, runtime
+    from dsv4.layers import Numerics
+    from dsv4.plan import make_plan
+
+    config = checkpoint.config
+    context = args.context or prompt_tokens + args.max_new_tokens
+    if prompt_tokens > context:
+        raise UserError(f"--context: expected at least the prompt's {prompt_tokens} tokens, found {context}")
+    if context > config.max_position_embeddings:
+        raise UserError(f"--context: expected at most the model's {config.max_position_embeddings} positions, found {context} "
+                        f"(a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones): ask for less")
+    first, last = args.layers or (0, config.num_hidden_layers)
+    if last > config.num_hidden_layers:
+        raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
+    ops.select_backend("torch" if args.backend == "auto" else args.backend)
+    runtime.prepare_torch()
+    devices = runtime.resolve_devices(args.devices)
+    dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
+    plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=min(args.prefill_chunk, prompt_tokens),
+                     dtype=dtype, free_bytes=runtime.free_bytes, auto=args.devices == "auto")
+    numerics = Numerics(dtype=dtype, kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised,
+                        activations="bf16" if args.activations == "auto" else args.activations)
+    return plan, numerics
+
+
+def load(checkpoint, plan, numerics, interrupt: Interrupt):
+    """The model, layer by layer, under a bar of bytes that names the layer and its device."""
+    from dsv4.model import Model
+
+    total = checkpoint.nbytes("embed") + checkpoint.nbytes("head") + sum(checkpoint.layer_bytes(n) for n in plan.layers)
+    with progress_bar(total, "load", "B") as bar:
+
+        def on_progress(count, part, device):
+            interrupt.check()
+            bar.set_postfix_str(f"{part} on {device}", refresh=False)
+            bar.update(count)
+
+        return Model(checkpoint, plan, numerics, on_progress)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """The story: prompt, plan, load, prefill, decode, report."""
+    started = time.perf_counter()
+    interrupt = Interrupt()
+    prompt = render_prompt(args)
+    from dsv4.checkpoint import Checkpoint  # brings torch
+
+    checkpoint = Checkpoint.open(args.model)
+    sampling = choose_sampling(args, checkpoint.generation_config)
+    tokenizer = None if prompt is None and not (args.model / "tokenizer.json").is_file() else open_tokenizer(args.model)
+    ids = args.prompt_ids if prompt is None else tokenizer.encode(prompt)
+    if unknown := checkpoint.audit().unknown:
+        print(f"warning: {args.model} holds {len(unknown)} tensors unknown to the model, {unknown[0]} first: see --inspect", file=sys.stderr)
+    plan, numerics = plan_run(args, checkpoint, len(ids))
+
+    from dsv4 import runtime
+    from dsv4.sampler import Sampler
+
+    finish, exit_code, failure = "interrupt", 130, None
+    thinking = tokenizer is not None and ids[-1] == tokenizer.token_id("<think>")
+    eos = stop_tokens(checkpoint)
+    answer = Answer(tokenizer, eos, thinking=thinking, raw=args.raw, quiet=args.json)
+    run = None
+    try:
+        model = load(checkpoint, plan, numerics, interrupt)
+        model.on_layer = interrupt.check
+        run = Run(model, Sampler(sampling, ids), interrupt, keep_logits=args.dump_logits is not None)
+        run.timing["load_s"] = time.perf_counter() - started
+        logits = run.prefill(ids, args.prefill_chunk)
+        run.timing["first_token_s"] = time.perf_counter() - started
+        finish = run.decode(logits, answer, args.max_new_tokens)
+        exit_code = 130 if finish == "interrupt" else 0
+    except Interrupt.Stop:
+        pass
+    except UserError as error:  # what was generated before it is kept
+        finish, exit_code, failure = "error", error.exit_code, str(error)
+    answer.close()
+    if run is not None and args.dump_logits is not None and failure is None:
+        run.dump_logits(args.dump_logits, ids + answer.ids)
+    timing = run.timing if run else {}
+    memory = runtime.peak_bytes([d.device for d in plan.devices])
+    if args.json:
+        result = {"model": str(args.model), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text, "message": answer.message,
+                  "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "memory": memory}
+        print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+    print(report(timing, memory, finish), file=sys.stderr)
+    return exit_code
+
+
+def report(timing: dict, memory: dict, finish: str) -> str:
+    """The last line on standard error."""
+    parts = [] if finish in ("stop", "length") else [finish]
+    if "load_s" in timing:
+        parts.append(f"load {timing['load_s']:.2f} s")
+    if "prefill_s" in timing:
+        parts.append(f"prefill {timing['prefill_tokens']} tokens, {timing['prefill_tokens_per_s']:.1f} tokens/s")
+    if timing.get("decode_tokens"):
+        parts.append(f"decode {timing['decode_tokens']} tokens, {timing['decode_tokens_per_s']:.1f} tokens/s, "
+                     f"{timing['decode_ms_per_token']:.1f} ms/token")
+    parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items()))
+    return " | ".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        return print_prompt(args) if args.print_prompt else inspect(args) if args.inspect else generate(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of standard output has gone; nothing more can be said to it
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
