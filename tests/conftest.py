@@ -1,6 +1,33 @@
-"""Settings of every test: exact fp32, and one torch thread a worker (pytest-xdist runs a worker a core)."""
+"""Settings of every test: exact fp32, one torch thread a worker (pytest-xdist runs a worker a core), and fresh random inputs.
 
+Tests that take `rng` see new numbers in every run. The seed is in the header and in the output of a test that fails;
+DSV4_TEST_SEED=<number> repeats a run.
+"""
+
+import os
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
 torch.set_float32_matmul_precision("highest")
+
+# Set for the workers of pytest-xdist too: they inherit the environment, so one run has one seed.
+SEED = int(os.environ.setdefault("DSV4_TEST_SEED", str(int.from_bytes(os.urandom(4), "little"))))
+
+
+def pytest_report_header(config):
+    return f"fresh inputs: DSV4_TEST_SEED={SEED}"
+
+
+@pytest.fixture
+def seed() -> int:
+    """The run's seed; printed, so that pytest shows it with a failure."""
+    print(f"repeat with DSV4_TEST_SEED={SEED}")
+    return SEED
+
+
+@pytest.fixture
+def rng(seed) -> torch.Generator:
+    """torch's generator at the run's seed."""
+    return torch.Generator().manual_seed(seed)
