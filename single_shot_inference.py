@@ -169,7 +169,7 @@ def print_prompt(args: argparse.Namespace) -> int:
     """--print-prompt: the text, or with --json the text and its ids, which takes the checkpoint's tokenizer."""
     prompt = render_prompt(args)
     if args.json:
-        ids = args.prompt_ids or open_tokenizer(args.model).encode(prompt)
+        ids = args.prompt_ids or encode(open_tokenizer(args.model), prompt)
         print(json.dumps({"prompt": prompt and prompt.text, "prompt_ids": ids}, ensure_ascii=False))
     else:
         print(",".join(map(str, args.prompt_ids)) if prompt is None else prompt.text)
@@ -177,7 +177,7 @@ def print_prompt(args: argparse.Namespace) -> int:
 
 
 def open_tokenizer(folder: Path):
-    """The checkpoint's tokenizer. Raises CheckpointError where there is none."""
+    """The checkpoint's tokenizer. Raises CheckpointError where there is none that can be used."""
     import encoding
     from dsv4.errors import CheckpointError
 
@@ -185,6 +185,17 @@ def open_tokenizer(folder: Path):
         return encoding.Tokenizer(folder / "tokenizer.json")
     except encoding.EncodingError as error:
         raise CheckpointError(f"{error}; without a tokenizer give --prompt-ids") from None
+
+
+def encode(tokenizer, prompt) -> list[int]:
+    """The prompt's ids. Raises CheckpointError for a tokenizer that lacks one of the template's special tokens."""
+    import encoding
+    from dsv4.errors import CheckpointError
+
+    try:
+        return tokenizer.encode(prompt)
+    except encoding.EncodingError as error:
+        raise CheckpointError(str(error)) from None
 
 
 # ------------------------------------------------------------------------------------------------------------- progress
@@ -428,9 +439,10 @@ def generate(args: argparse.Namespace) -> int:
     checkpoint = Checkpoint.open(args.model)
     sampling = choose_sampling(args, checkpoint.generation_config)
     tokenizer = None if prompt is None and not (args.model / "tokenizer.json").is_file() else open_tokenizer(args.model)
-    ids = args.prompt_ids if prompt is None else tokenizer.encode(prompt)
+    ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
+    checkpoint.config.check_tokens(ids)
     if unknown := checkpoint.audit().unknown:
-        print(f"warning: {args.model} holds {len(unknown)} tensors unknown to the model, {unknown[0]} first: see --inspect", file=sys.stderr)
+        print(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect", file=sys.stderr)
     plan, numerics = plan_run(args, checkpoint, len(ids))
 
     from dsv4 import runtime

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .errors import CheckpointError
+from .errors import CheckpointError, UserError
 
 MODEL_TYPE = "deepseek_v4"
 LAYER_KINDS = {0: "SWA", 4: "CSA", 128: "HCA"}
@@ -19,6 +19,7 @@ _INFERENCE_SPELLING = {
     "window_size": "sliding_window", "moe_inter_dim": "moe_intermediate_size", "n_activated_experts": "num_experts_per_tok",
     "n_hash_layers": "num_hash_layers", "route_scale": "routed_scaling_factor", "norm_eps": "rms_norm_eps",
     "original_seq_len": "rope_original_length", "beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow",
+    "n_mtp_layers": "num_nextn_predict_layers", "score_func": "scoring_func",
 }
 _TRANSFORMERS_LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 # Settings of the family that this project does not vary: another value means another model.
@@ -84,7 +85,7 @@ class ModelConfig:
                 raise CheckpointError(f"config.json: {field.name} must be above 0, found {getattr(self, field.name)!r}")
         self._check(len(self.compress_ratios) == self.num_hidden_layers, "compress_ratios",
                     f"one entry for each of the {self.num_hidden_layers} layers", len(self.compress_ratios))
-        wrong = [r for r in self.compress_ratios if r not in LAYER_KINDS]
+        wrong = [r for r in self.compress_ratios if not isinstance(r, int) or r not in LAYER_KINDS]
         self._check(not wrong, "compress_ratios", "0, 4 or 128", wrong[:1])
         self._check(self.num_attention_heads % self.o_groups == 0, "o_groups",
                     f"a divisor of num_attention_heads = {self.num_attention_heads}", self.o_groups)
@@ -94,8 +95,10 @@ class ModelConfig:
         self._check(self.qk_rope_head_dim <= min(self.head_dim, self.index_head_dim), "qk_rope_head_dim",
                     f"at most head_dim = {self.head_dim} and index_head_dim = {self.index_head_dim}", self.qk_rope_head_dim)
         self._check(self.n_shared_experts == 1, "n_shared_experts", "1", self.n_shared_experts)
-        self._check(len(self.weight_block_size) == 2 and min(self.weight_block_size) > 0, "weight_block_size",
-                    "two positive numbers", self.weight_block_size)
+        self._check(len(self.weight_block_size) == 2 and all(isinstance(b, int) and b > 0 for b in self.weight_block_size),
+                    "weight_block_size", "two positive whole numbers", self.weight_block_size)
+        self._check(self.eos_token_ids and all(isinstance(i, int) and i >= 0 for i in self.eos_token_ids), "eos_token_id",
+                    "a token id or a list of them", self.eos_token_ids)
 
     @staticmethod
     def _check(holds, name, expected, found):
@@ -113,6 +116,12 @@ class ModelConfig:
     def is_hash_layer(self, layer: int) -> bool:
         """Whether the layer's experts come from the token id and not from the scores (model.md section 8)."""
         return layer < self.num_hash_layers
+
+    def check_tokens(self, ids: list[int]) -> None:
+        """Raises UserError for an id outside the vocabulary."""
+        wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise UserError(f"token id {wrong}: expected 0 to {self.vocab_size - 1}, the checkpoint's vocabulary")
 
     @property
     def family(self) -> str:
@@ -140,10 +149,10 @@ class ModelConfig:
         if not inference and raw.get("model_type") != MODEL_TYPE:
             raise CheckpointError(f"{source}: expected model_type {MODEL_TYPE!r}, found {raw.get('model_type')!r}: "
                                   "this runner knows DeepSeek-V4 (Pro, Flash and smaller ones of the family) only")
+        raw = {_INFERENCE_SPELLING.get(key, key) if inference else key: value for key, value in raw.items()}
         for key, value in _FIXED.items():
             if raw.get(key, value) != value:
                 raise CheckpointError(f"{source}: {key} must be {value!r} for DeepSeek-V4, found {raw[key]!r}")
-        raw = {_INFERENCE_SPELLING.get(key, key) if inference else key: value for key, value in raw.items()}
         try:
             values = {**_plain(raw), **_schedule(raw), **_rope(raw), **_ids(raw), **_blocks(raw)}
         except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -177,6 +186,8 @@ def _plain(raw):
 
 def _schedule(raw):
     out, layers = {}, raw["num_hidden_layers"]
+    if not isinstance(layers, int):
+        raise ValueError(f"num_hidden_layers must be a whole number, found {layers!r}")
     if "compress_ratios" in raw:
         out["compress_ratios"] = tuple(raw["compress_ratios"])[:layers]  # the rest are MTP layers
     elif "layer_types" in raw:

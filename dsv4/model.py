@@ -97,9 +97,7 @@ class Model:
             raise UserError("expected at least one token, found none")
         if cache.position + len(ids) > cache.context:
             raise UserError(f"the caches hold {cache.context} tokens, found {cache.position + len(ids)}: plan for more with --context")
-        wrong = next((i for i in ids if not 0 <= i < self.config.vocab_size), None)
-        if wrong is not None:
-            raise UserError(f"token id {wrong}: expected 0 to {self.config.vocab_size - 1}, the checkpoint's vocabulary")
+        self.config.check_tokens(ids)
 
     def _first_bad(self, position):
         where = next((f"layer {n} ({self.config.kind(n)})" for n, ok in self._finite.items() if not ok), "the head")

@@ -32,7 +32,7 @@ def resolve_devices(spec: str) -> list[torch.device]:
         if device.type == "cuda":
             index = device.index or 0
             if index >= count:
-                raise UserError(f"--devices: {name.strip()} is not there: torch {torch.__version__} sees {count} GPUs; use --devices cpu or auto")
+                raise UserError(f"--devices: {name.strip()}: torch {torch.__version__} sees {count} GPUs; use --devices cpu or auto")
             device = torch.device("cuda", index)
         devices.append(device)
     if len(set(devices)) < len(devices) or (len(devices) > 1 and any(d.type == "cpu" for d in devices)):

@@ -47,9 +47,10 @@ class Sampler:
         s = self.sampling
         logits = logits.float().cpu()
         if s.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(self.seen))
+            seen = torch.tensor(sorted(self.seen), dtype=torch.long)
             score = logits[seen]
-            logits = logits.index_copy(0, seen, torch.where(score > 0, score / s.repetition_penalty, score * s.repetition_penalty))
+            penalty = min(max(s.repetition_penalty, 1e-30), 1e30)  # within fp32: 0 * inf would be NaN
+            logits = logits.index_copy(0, seen, torch.where(score > 0, score / penalty, score * penalty))
         token = int(logits.argmax()) if s.temperature == 0 else self._draw(logits)
         self.seen.add(token)
         return token
@@ -57,7 +58,7 @@ class Sampler:
     def _draw(self, logits):
         s = self.sampling
         # The largest logit is taken off before the division: a tiny temperature then gives -inf, not NaN.
-        order = torch.sort((logits - logits.max()) / s.temperature, descending=True, stable=True)
+        order = torch.sort((logits - logits.max()) / max(s.temperature, 1e-30), descending=True, stable=True)  # in fp32 1e-50 is 0
         probabilities = order.values[: s.top_k or None].softmax(-1)
         if s.top_p < 1:  # the fewest tokens whose sum reaches top_p
             probabilities = probabilities[: int((probabilities.cumsum(-1) < s.top_p).sum()) + 1]

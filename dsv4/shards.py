@@ -56,6 +56,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             start = file.read(8)
             if size == 0:
                 raise wrong("expected a safetensors shard, found a file of zero length")
+            if start == b"version ":
+                raise wrong("expected a safetensors shard, found a Git LFS pointer (run git lfs pull)")
             length = int.from_bytes(start, "little")
             if size < 8 or not 2 <= length <= min(size - 8, _HEADER_LIMIT):
                 raise wrong(f"expected a header that fits the file of {size} bytes, found a header length of {length}")

@@ -15,6 +15,11 @@ from .linear import Linear
 from .step import Step
 
 
+def visible_entries(positions: torch.Tensor, ratio: int) -> torch.Tensor:
+    """How many entries each query may see: entry s iff s < (t + 1) // r, so the block that ends at t is visible to t."""
+    return (positions + 1) // ratio
+
+
 class Attention:
     """One layer's attention: SWA (window only), CSA (ratio 4, entries chosen by the indexer) or HCA (ratio 128, all entries)."""
 
@@ -51,9 +56,9 @@ class Attention:
         return keys, (j <= t) & (j > t - self.config.sliding_window)
 
     def _compressed(self, x, qr, step, cache):
-        """The entries that some query of the step attends to, and who does. Entry s is visible to t iff s < (t + 1) // r."""
+        """The entries that some query of the step attends to, and who does."""
         self.compressor(x, step, cache.state, cache.entries)
-        visible = (step.positions + 1) // self.ratio
+        visible = visible_entries(step.positions, self.ratio)
         count = (step.position + len(x)) // self.ratio
         if self.indexer is None:
             return cache.entries[:count], torch.arange(count, device=x.device) < visible[:, None]
