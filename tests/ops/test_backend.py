@@ -1,0 +1,74 @@
+"""The choice of implementation: one name an operation, no silent fallback."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import dsv4.ops
+from dsv4.errors import UserError
+from dsv4.ops import backend
+
+
+@pytest.fixture(autouse=True)
+def restore():
+    yield
+    backend._kernels.clear()
+    backend.select("torch")
+
+
+def modules():
+    return [importlib.import_module(f"dsv4.ops.{m.name}") for m in pkgutil.iter_modules(dsv4.ops.__path__)]
+
+
+def test_every_definition_is_an_operation_of_its_files_and_of_the_package():
+    """NAME_ref is the meaning, NAME what runs; both in one file, NAME exported by dsv4.ops."""
+    seen = {}
+    for module in modules():
+        functions = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__}
+        own = {name: f for name, f in functions.items() if name.endswith("_ref")}
+        for name, definition in own.items():
+            public = name.removesuffix("_ref")
+            assert backend._definitions[public] is definition
+            assert getattr(module, public) is getattr(dsv4.ops, public) and getattr(module, public).__name__ == public
+            assert getattr(module, public).__doc__ == definition.__doc__ and definition.__doc__
+            assert public in dsv4.ops.__all__ and public not in seen
+            seen[public] = module.__name__
+    assert seen.keys() == backend._definitions.keys()
+    files = {name.rsplit(".", 1)[-1] for name in seen.values()}
+    assert files == {"attention", "compressor", "experts", "indexer", "linear", "mhc", "norm", "quant", "rope", "router"}
+
+
+def test_cuda_without_kernels_names_an_operation_and_the_way_out():
+    with pytest.raises(UserError) as caught:
+        backend.select("cuda")
+    text = str(caught.value)
+    assert "--backend cuda" in text and "--backend torch" in text and "\n" not in text
+    assert any(repr(name) in text for name in backend._definitions)
+    assert caught.value.exit_code == 2
+
+
+def test_one_missing_kernel_is_an_error_too_and_nothing_is_chosen():
+    """All operations but one have a kernel: no silent fallback for that one."""
+    backend._kernels.update({name: (lambda *_: "kernel") for name in backend._definitions if name != "hadamard"})
+    with pytest.raises(UserError, match="'hadamard'"):
+        backend.select("cuda")
+    x = torch.ones(1, 2)
+    assert torch.equal(dsv4.ops.rms_norm(x, torch.ones(2), 1e-6), backend._definitions["rms_norm"](x, torch.ones(2), 1e-6))
+
+
+def test_select_switches_every_operation_and_torch_restores_the_definitions():
+    backend._kernels.update({name: (lambda *args, name=name, **_: ("kernel", name, args)) for name in backend._definitions})
+    backend.select("cuda")
+    for name in backend._definitions:
+        assert getattr(dsv4.ops, name)(1, 2) == ("kernel", name, (1, 2))
+    backend.select("torch")
+    assert torch.equal(dsv4.ops.hadamard(torch.ones(2)), torch.tensor([2.0, 0.0]) * 2**-0.5)
+
+
+@pytest.mark.parametrize("name", ["", "cpu", "CUDA", "auto"])
+def test_unknown_backend(name):
+    with pytest.raises(UserError, match="expected torch or cuda"):
+        backend.select(name)

@@ -1,0 +1,63 @@
+"""How layers bind weights: which input precision a linear gets, and that dequantised copies change no value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4 import formats, ops
+from dsv4.formats import Weight
+from dsv4.layers import Binder, Numerics
+from dsv4.layers.linear import Linear, LinearFP32
+from dsv4.layers.moe import MoE
+from tests.memory_checkpoint import CPU, MemoryCheckpoint, random_checkpoint
+
+
+class PackedCheckpoint(MemoryCheckpoint):
+    """Routed experts in NVFP4 and all other linears in FP8, as in NVIDIA's export."""
+
+    def weight(self, name: str) -> Weight:
+        w = self.state[name + ".weight"]
+        return formats.quantize_nvfp4(w) if ".experts." in name else formats.quantize_fp8_block(w)
+
+
+@pytest.mark.parametrize("activations,plain,fp8,mxfp4,nvfp4", [
+    ("bf16", "bf16", "bf16", "bf16", "bf16"), ("fp8", "bf16", "fp8", "fp8", "fp8"), ("nvfp4", "bf16", "fp8", "fp8", "nvfp4"),
+])
+def test_only_quantised_weights_get_quantised_inputs_and_nvfp4_only_nvfp4_ones(activations, plain, fp8, mxfp4, nvfp4):
+    numerics = Numerics(activations=activations)
+    assert [numerics.input_of(kind) for kind in ("plain", "fp8", "mxfp4", "nvfp4")] == [plain, fp8, mxfp4, nvfp4]
+
+
+@pytest.fixture
+def packed(seed):
+    checkpoint = random_checkpoint("small", seed)
+    return PackedCheckpoint(checkpoint.config, checkpoint.state)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_linears_take_the_input_of_their_stored_format_also_when_kept_dequantised(packed, rng, keep):
+    bind = Binder(packed, "layers.2.attn.", CPU, Numerics(activations="fp8", keep_dequantised=keep))
+    weight = packed.weight("layers.2.attn.wq_a")
+    x = torch.randn(4, weight.shape[1], generator=rng)
+    linear = Linear(bind, "wq_a")
+    assert linear.weight.kind == ("plain" if keep else "fp8")
+    assert torch.equal(linear.weight.dequantize(), weight.dequantize())
+    assert torch.equal(linear(x), ops.linear(x, weight, "fp8")) and not torch.equal(linear(x), ops.linear(x, weight))
+    exact = LinearFP32(bind, "wq_a")  # what decides something discrete never sees a quantised input
+    assert torch.equal(exact(x), ops.linear_fp32(x, weight))
+    assert exact(x.bfloat16()).dtype == torch.float32
+
+
+def test_routed_and_shared_experts_have_their_own_input_precision(packed):
+    for activations, routed, shared in (("bf16", "bf16", "bf16"), ("fp8", "fp8", "fp8"), ("nvfp4", "nvfp4", "fp8")):
+        moe = MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics(activations=activations)), packed.config, 2)
+        assert (moe.activations, moe.shared_activations) == (routed, shared)
+    assert len(moe.experts) == 8 and {w.kind for e in moe.experts for w in e} == {"nvfp4"} and {w.kind for w in moe.shared} == {"fp8"}
+
+
+def test_binder_reads_below_its_prefix_in_fp32_or_as_stored(packed):
+    bind = Binder(packed, "layers.0.", CPU, Numerics()).below("ffn")
+    assert bind.prefix == "layers.0.ffn." and bind.stored("gate.tid2eid").dtype == torch.int64
+    assert bind.fp32("gate.weight").dtype == torch.float32
+    assert torch.equal(bind.fp32("gate.weight"), packed.state["layers.0.ffn.gate.weight"])
