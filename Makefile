@@ -14,7 +14,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 .PHONY: demo test lint clean
 
 demo: .venv/runs
-	.venv/bin/python single_shot_inference.py --temperature 0 "What is the capital of France?"
+	.venv/bin/python single_shot_inference.py "What is the capital of France?"
 
 test: .venv/tests
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8

@@ -404,7 +404,7 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
     if last > config.num_hidden_layers:
         raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
     ops.select_backend("torch" if args.backend == "auto" else args.backend)
-    runtime.prepare_torch()
+    runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
     devices = runtime.resolve_devices(args.devices)
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
     plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=min(args.prefill_chunk, prompt_tokens),

@@ -64,6 +64,7 @@ def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: ra
     `auto` takes the fewest of the devices that suffice. Quantised weights are kept dequantised (fp32, the same values, faster) when
     that takes at most half of what is free. Raises DoesNotFit with the device, the bytes needed and the bytes free.
     """
+    devices = devices[: len(layers)]
     tries = range(1, len(devices) + 1) if auto else (len(devices),)
     for count in tries:
         shares = {keep: _shares(checkpoint, devices[:count], layers, context, chunk, dtype, free_bytes, keep) for keep in (True, False)}

@@ -173,3 +173,10 @@ def test_scratch_grows_with_the_chunk_and_holds_a_layer_of_the_checkpoint():
     checkpoint = pro()
     small, large = (plan(checkpoint, GPUS, 10**15, chunk=chunk).devices[0].scratch for chunk in (16, 4096))
     assert large > small >= max(checkpoint.sizes)
+
+
+def test_no_more_devices_than_layers():
+    """A single layer of eight GPUs goes on the first, not on the one in the middle of its bytes."""
+    checkpoint = FakeCheckpoint(PRESETS["tiny"], [1 << 20] * 6, 1 << 20, 1 << 20)
+    plan = make_plan(checkpoint, GPUS, layers=range(4, 5), context=64, chunk=8, dtype=torch.float32, free_bytes=lambda d: 100 * GIB)
+    assert [(d.device, d.layers) for d in plan.devices] == [(GPUS[0], (4,))]

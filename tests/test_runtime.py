@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import resource
 
 import pytest
@@ -55,9 +54,6 @@ def files(monkeypatch, contents):
                 raise FileNotFoundError(self.path)
             return contents[self.path]
 
-        def open(self):
-            return io.StringIO(self.read_text())
-
     monkeypatch.setattr(runtime, "Path", Fake)
     return runtime.free_bytes(torch.device("cpu"))
 
@@ -75,6 +71,8 @@ def test_free_bytes_stays_within_the_control_group(monkeypatch):
     limits = {"/proc/meminfo": MEMINFO, GROUP + "max": "2000000000\n", GROUP + "current": "500000000\n"}
     assert files(monkeypatch, limits) == 1500000000
     assert files(monkeypatch, limits | {GROUP + "max": "9000000000000\n"}) == 4000000 * 1024
+    cached = {GROUP + "stat": "anon 1\ninactive_file 300000000\nactive_file 7\n"}  # shards that were read: given back on demand
+    assert files(monkeypatch, limits | cached) == 1800000000
 
 
 def test_free_bytes_here_is_a_sensible_number():
@@ -100,9 +98,16 @@ def current_bytes():
         return int(f.read().split()[1]) * resource.getpagesize()
 
 
-def test_prepare_torch_keeps_fp32_products_in_fp32():
+@pytest.mark.parametrize("layer_bytes,threads", [(1 << 20, 1), (1 << 30, 2)])
+def test_prepare_torch(layer_bytes, threads):
+    """Products in fp32 stay in fp32; one thread for a model of small layers, what there is for a large one."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
-    runtime.prepare_torch()
+    torch.set_num_threads(2)
+    try:
+        runtime.prepare_torch(layer_bytes)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32

@@ -1,0 +1,344 @@
+"""The command line's contract: sources of prompts, streams, JSON, dumps, exit codes, and one clear line for bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import single_shot_inference as script
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture
+def run(capfd):
+    """Runs the script in this process: (exit code, standard output, standard error)."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(*argv):
+        try:
+            code = script.main([str(a) for a in argv])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the bundled checkpoint to damage."""
+    return Path(shutil.copytree(script.BUNDLED, tmp_path / "checkpoint"))
+
+
+def process(*argv, **kwargs):
+    return subprocess.Popen([sys.executable, str(ROOT / "single_shot_inference.py"), *map(str, argv)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, **kwargs)
+
+
+def one_line(err):
+    """The error must be a single line that starts with `error: `."""
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def test_answer_on_standard_output_report_on_standard_error(run):
+    code, out, err = run("--temperature", 0, QUESTION)
+    assert (code, out) == (0, "The capital of France is Paris.\n")
+    report = err.strip().splitlines()
+    assert len(report) == 1
+    for part in ("load ", " s | prefill ", " tokens/s", " ms/token", "peak memory host "):
+        assert part in report[0]
+
+
+def test_thinking_is_shown_apart_from_the_answer(run):
+    code, out, err = run("--temperature", 0, "--think", "on", QUESTION)
+    assert code == 0
+    assert "Paris" in out and "</think>" not in out + err
+    reasoning = "".join(err.strip().splitlines()[:-1])
+    assert reasoning and reasoning not in out
+    assert "\x1b" not in out + err  # colour only on a terminal
+
+
+def test_json_object(run):
+    code, out, err = run("--json", "--temperature", 0, "--think", "on", QUESTION)
+    result = json.loads(out)
+    assert code == 0 and list(result) == ["model", "prompt_ids", "output_ids", "text", "message", "finish_reason", "timing", "memory"]
+    assert result["finish_reason"] == "stop" and result["output_ids"][-1] == 1
+    assert "Paris" in result["message"]["content"] and result["message"]["reasoning"] and result["message"]["tool_calls"] == []
+    assert result["text"] == f"{result['message']['reasoning']}</think>{result['message']['content']}"
+    assert result["timing"]["prefill_tokens"] == len(result["prompt_ids"])
+    assert result["timing"]["decode_tokens"] == len(result["output_ids"]) - 1
+    assert result["memory"]["host"] > 2**20
+
+
+def test_every_source_of_a_prompt_gives_the_same_ids(run, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text(QUESTION)
+    (tmp_path / "m.json").write_text(json.dumps({"messages": [{"role": "user", "content": QUESTION}]}))
+    ids = json.loads(run("--print-prompt", "--json", QUESTION)[1])["prompt_ids"]
+    rendered = run("--print-prompt", QUESTION)[1].removesuffix("\n")
+    for argv in (["--prompt-file", tmp_path / "p.txt"], ["--messages", tmp_path / "m.json"], ["--raw", rendered]):
+        assert json.loads(run("--print-prompt", "--json", *argv)[1]) == {"prompt": rendered, "prompt_ids": ids}
+    with open(tmp_path / "p.txt") as file:
+        child = process("--print-prompt", "--json", "-", stdin=file)
+        assert json.loads(child.communicate(timeout=60)[0])["prompt_ids"] == ids
+    answers = {run("--temperature", 0, *argv)[1] for argv in ([QUESTION], ["--prompt-ids", ",".join(map(str, ids))])}
+    assert answers == {"The capital of France is Paris.\n"}
+
+
+def test_system_and_messages_render_as_the_encoder_does(run, tmp_path):
+    (tmp_path / "m.json").write_text(json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]))
+    rendered = "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜></think>\n"
+    assert run("--print-prompt", "--system", "Be brief.", "Hi")[1] == rendered
+    assert run("--print-prompt", "--messages", tmp_path / "m.json")[1] == rendered
+    assert run("--print-prompt", "--think", "on", "Hi")[1].endswith("<｜Assistant｜><think>\n")
+    assert "Absolute maximum" in run("--print-prompt", "--think", "max", "Hi")[1]
+
+
+def test_prompt_ids_need_no_tokenizer(run, folder):
+    ids = json.loads(run("--print-prompt", "--json", QUESTION)[1])["prompt_ids"]
+    expected = json.loads(run("--json", "--temperature", 0, QUESTION)[1])["output_ids"]
+    (folder / "tokenizer.json").unlink()
+    code, out, err = run("--model", folder, "--temperature", 0, "--prompt-ids", ",".join(map(str, ids)))
+    assert (code, out.split()) == (0, [str(i) for i in expected[:-1]])
+
+
+def test_greedy_and_seeded_runs_repeat(run):
+    def ids(*argv):
+        return json.loads(run("--json", "--max-new-tokens", 24, *argv, "Tell me something about tea.")[1])["output_ids"]
+
+    assert ids("--temperature", 0) == ids("--temperature", 0)
+    assert ids("--temperature", 1.5, "--seed", 7) == ids("--temperature", 1.5, "--seed", 7)
+    assert len({tuple(ids("--temperature", 1.5, "--seed", seed)) for seed in range(4)}) > 1
+
+
+def test_dump_logits_rows_are_predictions(run, tmp_path):
+    """Every row equals the argmax chain of a greedy run, and chunks do not change it."""
+    for name, chunk in (("a", 512), ("b", 3)):
+        out = json.loads(run("--json", "--temperature", 0, "--prefill-chunk", chunk, "--dump-logits", tmp_path / name, QUESTION)[1])
+    dumps = [load_file(tmp_path / name) for name in "ab"]
+    ids = out["prompt_ids"] + out["output_ids"]
+    for dump in dumps:
+        assert dump["token_ids"].tolist() == ids and dump["token_ids"].dtype == torch.int64
+        assert dump["logits"].shape == (len(ids), 1024) and dump["logits"].dtype == torch.float32
+        start = len(out["prompt_ids"])
+        assert dump["logits"][start - 1 : -1].argmax(-1).tolist() == out["output_ids"]
+    assert (dumps[0]["logits"] - dumps[1]["logits"]).abs().max() < 0.5  # kv-quant: a rounding boundary may be crossed
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_zero_new_tokens_only_reads(run):
+    result = json.loads(run("--json", "--max-new-tokens", 0, QUESTION)[1])
+    assert (result["output_ids"], result["text"], result["finish_reason"]) == ([], "", "length")
+
+
+def test_length_and_context_end_an_answer(run):
+    result = json.loads(run("--json", "--temperature", 0, "--max-new-tokens", 3, QUESTION)[1])
+    assert (len(result["output_ids"]), result["finish_reason"]) == (3, "length")
+    context = len(result["prompt_ids"]) + 1
+    result = json.loads(run("--json", "--temperature", 0, "--context", context, QUESTION)[1])
+    assert (len(result["output_ids"]), result["finish_reason"]) == (2, "length")
+
+
+@pytest.mark.parametrize("argv", [["--kv-quant", "off"], ["--dtype", "bfloat16"], ["--activations", "fp8"], ["--activations", "nvfp4"],
+                                  ["--prefill-chunk", "1"], ["--backend", "torch", "--devices", "cpu"], ["--context", "4096"]])
+def test_settings_keep_the_answer(run, argv):
+    assert run("--temperature", 0, *argv, QUESTION)[:2] == (0, "The capital of France is Paris.\n")
+
+
+def test_layers_runs_a_part(run):
+    code, out, err = run("--temperature", 0, "--layers", "1:3", "--max-new-tokens", 2, QUESTION)
+    assert code == 0
+
+
+def test_inspect(run, folder):
+    code, out, err = run("--inspect")
+    assert code == 0 and "NVFP4" in out and "FP8" in out and "problems: none" in out
+    audit = json.loads(run("--inspect", "--json")[1])
+    assert audit["family"] == "tiny" and audit["problems"] == [] and audit["shards"] >= 2
+    next(folder.glob("*.safetensors")).unlink()
+    code, out, err = run("--inspect", "--model", folder)
+    assert code == 3 and "missing" in out
+
+
+def test_help_is_quick():
+    start = time.perf_counter()
+    child = process("--help")
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 0 and b"--prefill-chunk" in out
+    assert time.perf_counter() - start < 1.0 * (1 + 2 * (os.getloadavg()[0] > 2))  # 0.1 s alone; a loaded machine gets three times the time
+
+
+def test_help_imports_nothing_heavy():
+    code = ("import sys, single_shot_inference as s\ntry: s.main(['--help'])\nexcept SystemExit: pass\n"
+            "print([m for m in ('torch', 'numpy', 'transformers', 'tokenizers', 'safetensors', 'tqdm') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_a_run_does_not_import_transformers():
+    code = ("import sys, single_shot_inference as s\ns.main(['--max-new-tokens', '1', 'Hi'])\n"
+            "print([m for m in ('transformers', 'matplotlib', 'pandas') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_one_interrupt_prints_what_there_is():
+    """At this temperature the draw is nearly uniform, so the end token is unlikely (1 in 1024 a token) before the signal."""
+    child = process("--temperature", 100, "--seed", 1, "--max-new-tokens", 100000, "--raw", "once")
+    first = child.stdout.read(1)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and first + out
+    assert err.decode().strip().splitlines()[-1].startswith("interrupt | load ")
+
+
+def test_interrupt_while_loading(run, monkeypatch):
+    from dsv4 import model
+
+    original = model.Block.__init__
+
+    def interrupted(self, *args):
+        original(self, *args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(model.Block, "__init__", interrupted)
+    code, out, err = run("--json", QUESTION)
+    result = json.loads(out)
+    assert code == 130 and result["finish_reason"] == "interrupt" and result["output_ids"] == []
+
+
+def test_closed_pipe_is_quiet():
+    child = process("--temperature", 0, QUESTION)
+    child.stdout.close()
+    err = child.stderr.read()
+    child.wait(timeout=60)
+    assert b"Traceback" not in err and b"Exception ignored" not in err
+
+
+# --------------------------------------------------------------------------------------------------- bad arguments: 2
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "expected a prompt, found none"),
+    ([""], "empty"),
+    (["a", "--prompt-ids", "1"], "expected one prompt, found PROMPT and --prompt-ids"),
+    (["--prompt-ids", "1,x"], "expected token ids such as 0,17,4, found '1,x'"),
+    (["--prompt-ids", "1,99999"], "token id 99999: expected 0 to 1023"),
+    (["--prompt-file", "no such file"], "--prompt-file: no such file cannot be read"),
+    (["--temperature", "-1", "a"], "--temperature: expected a number 0 or more, found -1.0"),
+    (["--temperature", "nan", "a"], "--temperature"),
+    (["--top-p", "0", "a"], "--top-p"),
+    (["--top-p", "1.5", "a"], "--top-p"),
+    (["--top-k", "-3", "a"], "--top-k"),
+    (["--repetition-penalty", "0", "a"], "--repetition-penalty"),
+    (["--seed", "-1", "a"], "--seed"),
+    (["--max-new-tokens", "-1", "a"], "expected a whole number of 0 or more, found '-1'"),
+    (["--prefill-chunk", "0", "a"], "expected a whole number of 1 or more, found '0'"),
+    (["--context", "2", "hello there, how are you?"], "--context: expected at least the prompt's"),
+    (["--context", "1048577", "a"], "--context: expected at most the model's"),
+    (["--layers", "3:2", "a"], "expected A:B with A < B"),
+    (["--layers", "0:7", "a"], "--layers: expected at most 0:6, found 0:7"),
+    (["--think", "hard", "a"], "invalid choice"),
+    (["--devices", "tpu", "a"], "--devices: expected auto, cpu or a list"),
+    (["--devices", "cuda:99", "a"], "--devices: cuda:99"),
+    (["--backend", "cuda", "a"], "--backend cuda: expected a kernel for every operation"),
+    (["--dump-logits", "/no/such/folder/x", "a"], "--dump-logits: /no/such/folder/x cannot be written"),
+    (["--raw", "--system", "s", "a"], "--system does not go with --raw"),
+    (["--wrong-flag", "a"], "unrecognized arguments: --wrong-flag"),
+])
+def test_bad_arguments(run, argv, words):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "") and words in one_line(err)
+
+
+@pytest.mark.parametrize("document, words", [
+    ("{", "is not JSON"),
+    ("3", "expected"),
+    ("[]", "expected"),
+    ('[{"role": "robot", "content": "x"}]', "robot"),
+    ('[{"role": "user"}]', "content"),
+    ('{"messages": [{"role": "user", "content": 3}]}', "content"),
+])
+def test_bad_messages(run, tmp_path, document, words):
+    (tmp_path / "m.json").write_text(document)
+    code, out, err = run("--messages", tmp_path / "m.json")
+    assert (code, out) == (2, "") and words in one_line(err)
+
+
+def test_invalid_utf8(run, tmp_path):
+    (tmp_path / "p").write_bytes(b"caf\xe9")
+    code, out, err = run("--prompt-file", tmp_path / "p")
+    assert code == 2 and "expected UTF-8, found byte 0xe9 at offset 3" in one_line(err)
+
+
+def test_unwritable_dump_is_refused_before_the_run(run, tmp_path):
+    (tmp_path / "d").mkdir()
+    code, out, err = run("--dump-logits", tmp_path / "d", "a")
+    assert code == 2 and "cannot be written" in one_line(err)
+
+
+# --------------------------------------------------------------------------------------------- a bad checkpoint: 3 and 4
+
+
+def test_missing_folder_and_files(run, folder, tmp_path):
+    code, out, err = run("--model", tmp_path / "nothing", "a")
+    assert code == 3 and "nothing" in one_line(err)
+    (folder / "config.json").unlink()
+    code, out, err = run("--model", folder, "a")
+    assert code == 3 and "config.json" in one_line(err)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF1234")
+    code, out, err = run("--model", tmp_path / "model.gguf", "a")
+    assert code == 3 and "GGUF" in one_line(err)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v41", None])
+def test_another_model_is_refused(run, folder, model_type):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "model_type": model_type}))
+    code, out, err = run("--model", folder, "a")
+    assert code == 3 and f"expected model_type 'deepseek_v4', found {model_type!r}" in one_line(err)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "corrupt header", "stranger"])
+def test_damaged_shard(run, folder, damage):
+    shard = sorted(folder.glob("*.safetensors"))[-1]
+    data = shard.read_bytes()
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "stranger":
+        shard = folder / "model-of-another.safetensors"
+        shard.write_bytes(data)
+    else:
+        shard.write_bytes({"empty": b"", "truncated": data[:-100], "corrupt header": data[:8] + b"}" + data[9:]}[damage])
+    code, out, err = run("--model", folder, "a")
+    assert (code, out) == (3, "") and shard.name in one_line(err)
+
+
+def test_no_tokenizer(run, folder):
+    (folder / "tokenizer.json").unlink()
+    code, out, err = run("--model", folder, "a")
+    assert code == 3 and "tokenizer.json" in one_line(err) and "--prompt-ids" in err
+
+
+def test_does_not_fit(run, monkeypatch):
+    from dsv4 import runtime
+
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: 2**20)
+    code, out, err = run("a")
+    assert code == 4 and "needs" in one_line(err) and "GiB free" in err
