@@ -71,6 +71,7 @@ def case(request, tmp_path_factory):
 def test_every_prompt_length(case):
     errors = {n: (case.run([n], "last") - case.expected[n - 1]).abs().max().item() for n in range(1, LENGTH + 1)}
     worst = max(errors, key=errors.get)
+    print(f"largest |dlogit| over {LENGTH} prompt lengths: {errors[worst]:.1e}")  # pytest -rP shows it
     failed = sum(error > TOLERANCE for error in errors.values())
     assert not failed, f"{failed} lengths fail, most at {worst} tokens: {errors[worst]:.1e}"
 
