@@ -15,7 +15,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch

@@ -219,6 +219,11 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
     return code | ((x < 0).to(torch.uint8) << 3)
 
 
+def e2m1_to_float(code: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes 0..15 (uint8) -> fp32 values."""
+    return torch.tensor(E2M1_VALUES, device=code.device)[code.int()]
+
+
 def _pack(code):
     """Codes [out, in] -> bytes [out, in/2], the even element in the low nibble."""
     return (code[:, 0::2] | (code[:, 1::2] << 4)).contiguous()

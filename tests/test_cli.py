@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -221,6 +222,30 @@ def test_interrupt_while_loading(run, monkeypatch):
     code, out, err = run("--json", QUESTION)
     result = json.loads(out)
     assert code == 130 and result["finish_reason"] == "interrupt" and result["output_ids"] == []
+
+
+def test_a_terminal_gets_bars_and_dim_reasoning():
+    """Standard error is a terminal of 100 columns here, standard output a pipe, which stays plain."""
+    pty, termios, fcntl = (pytest.importorskip(m, reason="a pseudo-terminal needs a Unix") for m in ("pty", "termios", "fcntl"))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    child = subprocess.Popen([sys.executable, str(ROOT / "single_shot_inference.py"), "--think", "on", "--prefill-chunk", "2", QUESTION],
+                             stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    text = seen.decode()
+    assert child.communicate(timeout=60)[0] == b"The capital of France is Paris.\n"
+    assert "layer " in text and " on cpu" in text and "prefill:" in text and "load:" in text
+    assert "\x1b[2m" in text and "peak memory host" in text
 
 
 def test_closed_pipe_is_quiet():

@@ -116,7 +116,8 @@ def test_its_special_tokens_are_those_of_the_real_tokenizer(tokenizer):
 
 
 def test_any_text_survives_its_tokenizer(tokenizer):
-    for text in ("", "The capital of Iceland is Reykjavík.", "漢字 and かな, 🙂🏳️‍🌈", "\x00\t\r\n  two  spaces \u200b", "<｜User｜></think>", "1234567890",
+    for text in ("", "The capital of Iceland is Reykjavík.", "漢字 and かな, 🙂🏳️‍🌈",
+                 "\x00\t\r\n  two  spaces \u200b", "<｜User｜></think>", "1234567890",
                  "".join(map(chr, range(1, 0x2000)))):
         ids = tokenizer.encode_text(text)
         assert tokenizer.decode(ids) == text

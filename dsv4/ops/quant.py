@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from ..formats import E2M1_MAX, E4M3_MAX, e2m1_to_float, round_e2m1
 from .backend import operation
 
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
 _ONE_OVER_448, _ONE_OVER_6 = torch.tensor(1 / 448, dtype=torch.float32).item(), torch.tensor(1 / 6, dtype=torch.float32).item()
 
 
@@ -16,13 +16,6 @@ def power_of_two_ceil(v: torch.Tensor) -> torch.Tensor:
     bits = v.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return (exponent << 23).view(torch.float32)
-
-
-def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with x's sign, ties to the even code; |x| <= 6."""
-    a = x.abs()
-    step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
-    return torch.copysign(torch.round(a / step) * step, x)
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -53,7 +46,7 @@ def fp4_round_trip_ref(x: torch.Tensor) -> torch.Tensor:
     """
     v = _blocks(x, 32)
     scale = power_of_two_ceil(v.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-126) * _ONE_OVER_6)
-    q = round_to_e2m1((v / scale).clamp(-E2M1_MAX, E2M1_MAX))
+    q = e2m1_to_float(round_e2m1(v / scale))
     return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
@@ -67,7 +60,7 @@ def nvfp4_round_trip_ref(x: torch.Tensor) -> torch.Tensor:
     row = x.float().abs().amax(-1, keepdim=True).unsqueeze(-1) / (E2M1_MAX * E4M3_MAX)
     row = torch.where(row > 0, row, 1.0)
     scale = (v.abs().amax(-1, keepdim=True) / E2M1_MAX / row).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).float() * row
-    q = round_to_e2m1(torch.where(scale > 0, v / scale, 0.0).clamp(-E2M1_MAX, E2M1_MAX))
+    q = e2m1_to_float(round_e2m1(torch.where(scale > 0, v / scale, 0.0)))
     return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
