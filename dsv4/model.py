@@ -32,8 +32,10 @@ class Block:
 
     def __call__(self, X: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """The streams X [S, n, D] after this layer; extends the cache."""
-        X = self.attn_mhc(X, lambda x: self.attention(ops.rms_norm(x, self.attn_norm, self.eps), step, cache))
-        return self.ffn_mhc(X, lambda x: self.moe(ops.rms_norm(x, self.ffn_norm, self.eps), step))
+        x, post, comb = self.attn_mhc.pre(X)
+        X = self.attn_mhc.post(self.attention(ops.rms_norm(x, self.attn_norm, self.eps), step, cache), X, post, comb)
+        x, post, comb = self.ffn_mhc.pre(X)
+        return self.ffn_mhc.post(self.moe(ops.rms_norm(x, self.ffn_norm, self.eps), step), X, post, comb)
 
 
 class Model:
@@ -76,7 +78,7 @@ class Model:
         """
         self._check(ids, cache)
         tokens = torch.tensor(ids, device=self.embed.device)
-        step = Step(self.config, self.rope, tokens, cache.position)
+        step = Step.at(cache.position, tokens, self.rope)
         X = self.embed[tokens].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1)
         for number, block in self.layers.items():
             step, X = step.to(block.device), X.to(block.device)

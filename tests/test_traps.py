@@ -126,7 +126,7 @@ class Layer:
     def __call__(self, x, pieces=None, position=0):
         out = []
         for piece in x.split(pieces or [len(x)]):
-            step = Step(self.config, self.rope, torch.zeros(len(piece), dtype=torch.long), position)
+            step = Step.at(position, torch.zeros(len(piece), dtype=torch.long), self.rope)
             out.append(self.attention(piece, step, self.cache))
             position += len(piece)
         return torch.cat(out)
@@ -305,7 +305,7 @@ def test_traps_11_and_12_in_a_hash_layer(checkpoint, rng):
     c, layer = checkpoint.config, 0
     ids = torch.randint(0, c.vocab_size, (6,), generator=rng)
     x = torch.randn(6, c.hidden_size, generator=rng)
-    got = MoE(Binder(checkpoint, f"layers.{layer}.ffn.", CPU, Numerics()), c, layer)(x, Step(c, Rope(c), ids, 11))
+    got = MoE(Binder(checkpoint, f"layers.{layer}.ffn.", CPU, Numerics()), c, layer)(x, Step.at(11, ids, Rope(c)))
     assert (got - moe_by_definition(checkpoint, layer, x, ids)).abs().max() < TOLERANCE
     for mistake in ({"uniform": True}, {"clamp_after": True}, {"limit_shared": False}):
         assert (got - moe_by_definition(checkpoint, layer, x, ids, **mistake)).abs().max() > 10 * FAR, mistake
@@ -316,7 +316,8 @@ def test_traps_02_and_03_around_a_block(checkpoint, rng):
     c = checkpoint.config
     X = torch.randn(3, c.hc_mult, c.hidden_size, generator=rng)
     site = HyperConnection(Binder(checkpoint, "layers.2.", CPU, Numerics()), c, "ffn")
-    got = site(X, lambda v: torch.tanh(v) + 1)
+    x, post, comb = site.pre(X)
+    got = site.post(torch.tanh(x) + 1, X, post, comb)
     weights = [checkpoint.state[f"layers.2.hc_ffn_{part}"].double().tolist() for part in ("fn", "base", "scale")]
     for s in range(3):
         x, post, comb = slow_pre(X[s].double().tolist(), *weights, c.hc_sinkhorn_iters)

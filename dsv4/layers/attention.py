@@ -8,7 +8,7 @@ import torch
 from .. import ops
 from ..cache import LayerCache
 from ..config import ModelConfig
-from . import Binder
+from .binder import Binder
 from .compressor import Compressor
 from .indexer import Indexer
 from .linear import Linear

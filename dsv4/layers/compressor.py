@@ -7,7 +7,7 @@ import torch
 from .. import ops
 from ..cache import CompressorState
 from ..config import ModelConfig
-from . import Binder
+from .binder import Binder
 from .linear import LinearFP32
 from .step import Step
 

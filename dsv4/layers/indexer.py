@@ -7,7 +7,7 @@ import torch
 from .. import ops
 from ..cache import LayerCache
 from ..config import ModelConfig
-from . import Binder
+from .binder import Binder
 from .compressor import Compressor
 from .linear import Linear, LinearFP32
 from .step import Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from . import Binder
+from .binder import Binder
 
 
 class Linear:

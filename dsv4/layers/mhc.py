@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from .. import ops
 from ..config import ModelConfig
-from . import Binder
+from .binder import Binder
 
 
 class HyperConnection:
-    """Wraps a block f: X' = post * f(pre(X)) + comb^T X. There is no residual addition besides (model.md section 3)."""
+    """What a block takes from the streams (`pre`), and how its output returns to them (`post`). There is no residual addition besides:
+    X' = post * block(x) + comb^T X (model.md section 3)."""
 
     def __init__(self, bind: Binder, config: ModelConfig, site: str):
         self.fn, self.base, self.scale = (bind.fp32(f"hc_{site}_{part}") for part in ("fn", "base", "scale"))
         self.constants = {"norm_eps": config.rms_norm_eps, "hc_eps": config.hc_eps, "iterations": config.hc_sinkhorn_iters}
 
-    def __call__(self, X: torch.Tensor, block: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        x, post, comb = ops.mhc_pre(X, self.fn, self.base, self.scale, **self.constants)
-        return ops.mhc_post(block(x), X, post, comb)
+    def pre(self, X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """X [S, n, D] -> the block's input x [S, D], and post [S, n], comb [S, n, n] for its return."""
+        return ops.mhc_pre(X, self.fn, self.base, self.scale, **self.constants)
+
+    def post(self, o: torch.Tensor, X: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+        """The block's output o [S, D] and the streams before it -> the streams after it."""
+        return ops.mhc_post(o, X, post, comb)
 
 
 class Head:

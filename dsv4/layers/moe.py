@@ -6,7 +6,8 @@ import torch
 
 from .. import ops
 from ..config import ModelConfig
-from . import Binder
+from ..errors import CheckpointError
+from .binder import Binder
 from .step import Step
 
 
@@ -19,15 +20,18 @@ class MoE:
         hashed = config.is_hash_layer(layer)
         self.experts_of_token = bind.stored("gate.tid2eid").long() if hashed else None
         self.bias = None if hashed else bind.fp32("gate.bias")
-        routed = [self._expert(bind.below(f"experts.{e}")) for e in range(config.n_routed_experts)]
-        self.experts, (self.shared, shared_kind) = [expert for expert, _ in routed], self._expert(bind.below("shared_experts"))
-        self.activations = bind.numerics.input_of(routed[0][1])
-        self.shared_activations = bind.numerics.input_of(shared_kind)
+        self.experts, self.activations = self._bind(bind, [f"experts.{e}" for e in range(config.n_routed_experts)])
+        (self.shared,), self.shared_activations = self._bind(bind, ["shared_experts"])
 
     @staticmethod
-    def _expert(bind: Binder) -> tuple[ops.Expert, str]:
-        (w1, kind), w2, w3 = bind.weight_and_kind("w1"), bind.weight("w2"), bind.weight("w3")
-        return ops.Expert(w1, w2, w3), kind
+    def _bind(bind: Binder, names: list[str]) -> tuple[list[ops.Expert], str]:
+        """The experts, and what their inputs may be quantised to, which takes one format for all of them."""
+        weights = {(name, w): bind.weight_and_kind(f"{name}.{w}") for name in names for w in ("w1", "w2", "w3")}
+        inputs = {kind: bind.numerics.input_of(kind) for _, kind in weights.values()}
+        if len(set(inputs.values())) > 1:
+            raise CheckpointError(f"{bind.prefix}{names[0]}: expected one format for the experts of a layer under --activations "
+                                  f"{bind.numerics.activations}, found {' and '.join(sorted(inputs))}: use --activations bf16")
+        return [ops.Expert(*(weights[name, w][0] for w in ("w1", "w2", "w3"))) for name in names], next(iter(inputs.values()))
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [S, D], ffn-normed -> [S, D]."""

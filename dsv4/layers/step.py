@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from .. import ops
@@ -24,24 +26,31 @@ class Rope:
         return ops.rope_table(positions, self.compressed if ratio else self.plain)
 
 
+@dataclass(frozen=True)
 class Step:
-    """S tokens at positions position .. position + S - 1 of one sequence, on one device."""
+    """S tokens at positions position .. position + S - 1 of one sequence, on one device: `ids` and `positions` [S] int64, and the tokens'
+    own (cos, sin), fp32 [S, rope/2] each, for layers without and with a compressor."""
 
-    def __init__(self, config: ModelConfig, rope: Rope, ids: torch.Tensor, position: int):
-        self.ids, self.position, self.rope = ids, position, rope
-        self.positions = torch.arange(position, position + len(ids), device=ids.device)
-        self.angles = {kind: rope.table(kind, self.positions) for kind in {min(r, 1) for r in config.compress_ratios}}
+    ids: torch.Tensor
+    position: int
+    rope: Rope
+    positions: torch.Tensor
+    plain: tuple[torch.Tensor, torch.Tensor]
+    compressed: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def at(cls, position: int, ids: torch.Tensor, rope: Rope) -> Step:
+        """The step of these tokens, which stand from `position` on."""
+        positions = torch.arange(position, position + len(ids), device=ids.device)
+        return cls(ids, position, rope, positions, rope.table(0, positions), rope.table(4, positions))
 
     def cos_sin(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens' own angles in a layer of this compress ratio."""
-        return self.angles[min(ratio, 1)]
+        return self.compressed if ratio else self.plain
 
     def to(self, device: torch.device) -> Step:
         """The same step on another device."""
         if self.ids.device == device:
             return self
-        moved = object.__new__(Step)
-        moved.position, moved.rope = self.position, self.rope
-        moved.ids, moved.positions = self.ids.to(device), self.positions.to(device)
-        moved.angles = {kind: (cos.to(device), sin.to(device)) for kind, (cos, sin) in self.angles.items()}
-        return moved
+        plain, compressed = (tuple(t.to(device) for t in table) for table in (self.plain, self.compressed))
+        return replace(self, ids=self.ids.to(device), positions=self.positions.to(device), plain=plain, compressed=compressed)

@@ -1,7 +1,9 @@
-"""One file per operation: its torch definition (the meaning) and, through `backend`, the choice of implementation."""
+"""The operations, a file a family: their torch definitions (the meaning) and, through `backend`, the choice of implementation."""
 
 from .attention import attention
+from .backend import register as register_kernel
 from .backend import select as select_backend
+from .backend import trying as trying_kernel
 from .compressor import compress
 from .experts import Expert, moe
 from .indexer import index_scores, select_entries
@@ -15,5 +17,5 @@ from .router import router
 __all__ = [
     "Expert", "apply_rope", "attention", "compress", "fp4_round_trip", "fp8_round_trip", "grouped_linear", "hadamard", "hc_head",
     "index_scores", "kv_norm_rope", "linear", "linear_fp32", "mhc_post", "mhc_pre", "moe", "nvfp4_round_trip", "query_norm_rope",
-    "rms_norm", "rope_frequencies", "rope_table", "router", "select_backend", "select_entries",
+    "register_kernel", "rms_norm", "rope_frequencies", "rope_table", "router", "select_backend", "select_entries", "trying_kernel",
 ]

@@ -3,13 +3,14 @@ backend, a kernel of the same name. The backend is chosen once, at start, for al
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
 from ..errors import UserError
 
 _definitions: dict[str, Callable] = {}
-_kernels: dict[str, Callable] = {}  # filled by dsv4/kernels
+_kernels: dict[str, Callable] = {}  # what `register` was told
 _chosen: dict[str, Callable] = {}  # what runs instead of the definition
 
 
@@ -24,6 +25,27 @@ def operation(definition: Callable) -> Callable:
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def register(name: str, kernel: Callable) -> None:
+    """Offers a kernel for an operation to the "cuda" backend: same arguments, same result as the definition."""
+    if name not in _definitions:
+        raise ValueError(f"no operation {name!r}: expected one of {', '.join(sorted(_definitions))}")
+    _kernels[name] = kernel
+
+
+@contextlib.contextmanager
+def trying(name: str, kernel: Callable):
+    """Runs `kernel` as operation `name` inside a with-block, everything else as selected: to try one kernel in the whole model."""
+    if name not in _definitions:
+        raise ValueError(f"no operation {name!r}: expected one of {', '.join(sorted(_definitions))}")
+    before = dict(_chosen)
+    _chosen[name] = kernel
+    try:
+        yield
+    finally:
+        _chosen.clear()
+        _chosen.update(before)
 
 
 def select(backend: str) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ..formats import Weight
 from .backend import operation
-from .quant import fp8_round_trip_ref, nvfp4_round_trip_ref
+from .quant import fp8_round_trip, nvfp4_round_trip
 
 TILE = 1 << 24  # weights dequantised at once, in elements: 64 MB in fp32
 
@@ -14,8 +14,8 @@ TILE = 1 << 24  # weights dequantised at once, in elements: 64 MB in fp32
 def quantize_input(x: torch.Tensor, activations: str) -> torch.Tensor:
     """The values a GEMM of that input precision would see: "bf16" (x as it is), "fp8" (1x128, ue8m0) or "nvfp4"."""
     if activations == "fp8":
-        return fp8_round_trip_ref(x, 128)
-    return nvfp4_round_trip_ref(x) if activations == "nvfp4" else x
+        return fp8_round_trip(x, 128)
+    return nvfp4_round_trip(x) if activations == "nvfp4" else x
 
 
 def matmul_fp32(x: torch.Tensor, weight: Weight) -> torch.Tensor:

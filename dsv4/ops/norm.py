@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .backend import operation
-from .quant import fp8_round_trip_ref
+from .quant import fp8_round_trip
 from .rope import apply_rope_ref
 
 
@@ -33,7 +33,7 @@ def kv_norm_rope_ref(kv: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, 
     v = apply_rope_ref(v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight, cos, sin).to(kv.dtype)
     if quantize:
         plain = v.shape[-1] - 2 * cos.shape[-1]
-        v = torch.cat((fp8_round_trip_ref(v[..., :plain], 64), v[..., plain:]), -1)
+        v = torch.cat((fp8_round_trip(v[..., :plain], 64), v[..., plain:]), -1)
     return v
 
 

@@ -1,5 +1,6 @@
 """Quantise-dequantise of activations: what the model was trained with (KV cache FP8, indexer FP4 after a Hadamard rotation) and
-what a GEMM's input may get. Every function returns the values a reader of the packed form would see, in the input's dtype."""
+what a GEMM's input may get. Every function returns the values a reader of the packed form would see, in the input's dtype. The FP8 and
+NVFP4 ones are steps inside other operations (`kv_norm_rope`, `linear`, `moe`), the indexer's Hadamard and FP4 are operations themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     return x.unflatten(-1, (-1, block))
 
 
-def fp8_round_trip_ref(x: torch.Tensor, block: int) -> torch.Tensor:
+def fp8_round_trip(x: torch.Tensor, block: int) -> torch.Tensor:
     """FP8 e4m3 with one ue8m0 scale per `block` values along the last axis, and back.
 
     block 64: the KV cache's non-rotary dims; block 128: the input of an FP8 linear. x [..., K] any float dtype; same shape and
@@ -50,7 +51,7 @@ def fp4_round_trip_ref(x: torch.Tensor) -> torch.Tensor:
     return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
-def nvfp4_round_trip_ref(x: torch.Tensor) -> torch.Tensor:
+def nvfp4_round_trip(x: torch.Tensor) -> torch.Tensor:
     """NVFP4 of a GEMM's input, and back: e2m1 values, one e4m3 scale per 16, one fp32 scale per row (token).
 
     x [..., K]; same shape and dtype back. The row's scale is amax / (6 * 448), so that the largest block scale is 448; a token's
@@ -80,7 +81,5 @@ def hadamard_ref(x: torch.Tensor) -> torch.Tensor:
     return (y * d**-0.5).to(x.dtype)
 
 
-fp8_round_trip = operation(fp8_round_trip_ref)
 fp4_round_trip = operation(fp4_round_trip_ref)
-nvfp4_round_trip = operation(nvfp4_round_trip_ref)
 hadamard = operation(hadamard_ref)

@@ -72,3 +72,24 @@ def test_select_switches_every_operation_and_torch_restores_the_definitions():
 def test_unknown_backend(name):
     with pytest.raises(UserError, match="expected torch or cuda"):
         backend.select(name)
+
+
+def test_trying_one_kernel_in_the_whole_model_and_back():
+    x, weight = torch.ones(1, 2), torch.ones(2)
+    with backend.trying("rms_norm", lambda x, weight, eps: "kernel"):
+        assert dsv4.ops.rms_norm(x, weight, 1e-6) == "kernel"
+        assert dsv4.ops.hadamard(x).shape == x.shape  # the others are what was selected
+    assert torch.is_tensor(dsv4.ops.rms_norm(x, weight, 1e-6))
+
+
+def test_a_kernel_for_no_operation_is_refused():
+    for call in (lambda: backend.register("rms_nrom", print), lambda: backend.trying("rms_nrom", print).__enter__()):
+        with pytest.raises(ValueError, match="no operation 'rms_nrom': expected one of .*rms_norm"):
+            call()
+
+
+def test_a_registered_kernel_runs_on_the_cuda_backend():
+    for name in backend._definitions:
+        backend.register(name, lambda *_, name=name: name)
+    backend.select("cuda")
+    assert dsv4.ops.rms_norm(None, None, None) == "rms_norm" and dsv4.ops.moe() == "moe"

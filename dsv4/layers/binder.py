@@ -1,0 +1,63 @@
+"""What layers bind their weights from: one checkpoint, one place in it, one device; and the run's choices about numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint import Checkpoint
+from ..formats import Weight
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The choices a run makes about numbers (docs/design.md, numerics).
+
+    dtype: of activations and caches, float32 or bfloat16. kv_quant: the trained KV FP8 and indexer Hadamard + FP4. activations:
+    what quantised linears see of their input, "bf16" (as it is), "fp8" or "nvfp4". keep_dequantised: weights are expanded to fp32 once, at
+    load, instead of at each use; the values are the same.
+    """
+
+    dtype: torch.dtype = torch.float32
+    kv_quant: bool = True
+    activations: str = "bf16"
+    keep_dequantised: bool = False
+
+    def input_of(self, kind: str) -> str:
+        """Input precision of a linear whose weight has this format: only quantised weights get quantised inputs, and NVFP4
+        inputs only meet NVFP4 weights (FP8 weights then get FP8 ones)."""
+        if kind == "plain" or self.activations == "bf16":
+            return "bf16"
+        return "nvfp4" if self.activations == "nvfp4" and kind == "nvfp4" else "fp8"
+
+
+class Binder:
+    """Reads the weights below a name prefix on to a device."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, device: torch.device, numerics: Numerics):
+        self.checkpoint, self.prefix, self.device, self.numerics = checkpoint, prefix, device, numerics
+
+    def below(self, name: str) -> Binder:
+        """The binder of a part: below("attn") reads `<prefix>attn.*`."""
+        return Binder(self.checkpoint, f"{self.prefix}{name}.", self.device, self.numerics)
+
+    def fp32(self, name: str) -> torch.Tensor:
+        """A small tensor, in fp32: norms, scales, biases, mHC."""
+        return self.checkpoint.tensor(self.prefix + name).to(self.device).float()
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor in the dtype it has on disk."""
+        return self.checkpoint.tensor(self.prefix + name).to(self.device)
+
+    def weight(self, name: str) -> Weight:
+        """A linear's weight, packed as on disk, or fp32 if the run keeps dequantised copies."""
+        return self.weight_and_kind(name)[0]
+
+    def weight_and_kind(self, name: str) -> tuple[Weight, str]:
+        """The weight and the format it has on disk, which decides what its input may be quantised to."""
+        weight = self.checkpoint.weight(self.prefix + name)
+        kind = weight.kind
+        if self.numerics.keep_dequantised:
+            weight = Weight.plain(weight.dequantize())
+        return weight.to(self.device), kind
