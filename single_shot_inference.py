@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """One prompt through DeepSeek-V4 (Pro, Flash, or the bundled tiny one), from the command line.
 
-Read it top to bottom: arguments, prompt, plan, load, prefill, decode, report. What is not the story lives in `dsv4` (the model) and
-`encoding` (messages <-> text). Standard output carries the answer and nothing else; everything else goes to standard error.
+Read it top to bottom: arguments, prompt, the story (`generate`), and then its parts in the order in which it calls them: plan, load,
+prefill and decode, answer, report. What is not the story lives in `dsv4` (the model) and `encoding` (messages <-> text). Standard output
+carries the answer and nothing else; everything else goes to standard error.
 
-Exit codes: 0 done; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit; 130 interrupted.
+Exit codes: 0 done; 1 the reader of standard output went away; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
                                         ("--prompt-ids", args.prompt_ids)) if value is not None]
     if len(sources) > 1:
         p.error(f"expected one prompt, found {' and '.join(sources)}: give one of them")
+    if args.inspect and (sources or args.print_prompt):
+        p.error(f"--inspect does not go with {sources[0] if sources else '--print-prompt'}: it looks at the checkpoint alone")
     if not sources and not args.inspect:
         p.error("expected a prompt, found none: give PROMPT, --prompt-file, --messages or --prompt-ids")
     if args.messages or args.prompt_ids or args.raw:
@@ -181,10 +185,13 @@ def open_tokenizer(folder: Path):
     import encoding
     from dsv4.errors import CheckpointError
 
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected the tokenizer beside the shards, found no such file: give --prompt-ids, which needs none")
     try:
-        return encoding.Tokenizer(folder / "tokenizer.json")
+        return encoding.Tokenizer(path)
     except encoding.EncodingError as error:
-        raise CheckpointError(f"{error}; without a tokenizer give --prompt-ids") from None
+        raise CheckpointError(str(error)) from None
 
 
 def encode(tokenizer, prompt) -> list[int]:
@@ -198,7 +205,145 @@ def encode(tokenizer, prompt) -> list[int]:
         raise CheckpointError(str(error)) from None
 
 
-# ------------------------------------------------------------------------------------------------------------- progress
+# ----------------------------------------------------------------------------------------------------------- the story
+
+
+def generate(args: argparse.Namespace) -> int:
+    """The story: prompt, plan, load, prefill, decode, report."""
+    started = time.perf_counter()  # the first token's time counts from here, imports included
+    interrupt = Interrupt()
+    prompt = render_prompt(args)
+    from dsv4.checkpoint import Checkpoint  # brings torch
+
+    checkpoint = Checkpoint.open(args.model)
+    sampling = choose_sampling(args, checkpoint.generation_config)
+    tokenizer = None if prompt is None and not (args.model / "tokenizer.json").is_file() else open_tokenizer(args.model)
+    ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
+    checkpoint.config.check_tokens(ids)
+    if unknown := checkpoint.audit().unknown:
+        print(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect", file=sys.stderr)
+    plan, numerics = plan_run(args, checkpoint, len(ids))
+
+    from dsv4 import runtime
+    from dsv4.sampler import Sampler
+
+    if args.layers:
+        layers = checkpoint.config.num_hidden_layers
+        print(f"partial model: layers {plan.layers[0]} to {plan.layers[-1]} of {layers}: the text means nothing", file=sys.stderr)
+    finish, exit_code, failure = "interrupt", 130, None
+    thinking = tokenizer is not None and ids[-1] == tokenizer.token_id("<think>")
+    eos = stop_tokens(checkpoint)
+    answer = Answer(tokenizer, eos, thinking=thinking, raw=args.raw, quiet=args.json)
+    run = None
+    try:
+        loading = time.perf_counter()
+        model = load(checkpoint, plan, numerics, interrupt)
+        model.on_layer = interrupt.check
+        run = Run(model, Sampler(sampling, ids), interrupt, keep_logits=args.dump_logits is not None)
+        run.timing["load_s"] = time.perf_counter() - loading
+        logits = run.prefill(ids, args.prefill_chunk)
+        run.timing["first_token_s"] = time.perf_counter() - started
+        finish = run.decode(logits, answer, args.max_new_tokens)
+        exit_code = 130 if finish == "interrupt" else 0
+    except Interrupt.Stop:
+        pass
+    except UserError as error:  # what was generated before it is kept
+        finish, exit_code, failure = "error", error.exit_code, str(error)
+    answer.close()
+    if run is not None and args.dump_logits is not None:
+        run.dump_logits(args.dump_logits, ids + answer.ids, complete=finish in ("stop", "length"))
+    timing = run.timing if run else {}
+    memory = runtime.peak_bytes([d.device for d in plan.devices])
+    if args.json:
+        result = {"model": str(args.model), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text, "message": answer.message,
+                  "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "memory": memory}
+        print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+    print(report(timing, memory, finish), file=sys.stderr)
+    return exit_code
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
+    """Backend, devices, numerics and the plan: everything that can be refused before a byte of weights is read."""
+    import torch
+
+    from dsv4 import ops, runtime
+    from dsv4.errors import DoesNotFit
+    from dsv4.layers import Numerics
+    from dsv4.plan import make_plan
+
+    config = checkpoint.config
+    context = args.context or prompt_tokens + args.max_new_tokens
+    if prompt_tokens > context:
+        raise UserError(f"--context: expected at least the prompt's {prompt_tokens} tokens, found {context}")
+    if context > config.max_position_embeddings:
+        raise UserError(f"--context: expected at most the model's {config.max_position_embeddings} positions, found {context} "
+                        f"(a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones): ask for less")
+    first, last = args.layers or (0, config.num_hidden_layers)
+    if last > config.num_hidden_layers:
+        raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
+    ops.select_backend("torch" if args.backend == "auto" else args.backend)
+    runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
+    devices = runtime.resolve_devices(args.devices)
+    dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
+    plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=min(args.prefill_chunk, prompt_tokens),
+                     dtype=dtype, free_bytes=runtime.free_bytes, auto=args.devices == "auto")
+    rows = 4 * context * config.vocab_size
+    free = runtime.free_bytes(torch.device("cpu")) - sum(d.needed for d in plan.devices if d.device.type == "cpu")
+    if args.dump_logits is not None and rows > free:
+        raise DoesNotFit(f"--dump-logits: {context} rows of {config.vocab_size} numbers need {rows / 2**30:.2f} GiB of host memory, "
+                         f"{free / 2**30:.2f} GiB are free beside the model: give a shorter prompt or fewer --max-new-tokens")
+    numerics = Numerics(dtype=dtype, kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised,
+                        activations="bf16" if args.activations == "auto" else args.activations)
+    return plan, numerics
+
+
+def choose_sampling(args: argparse.Namespace, defaults: dict):
+    """The flags, else the checkpoint's generation_config.json, else 1.0 / off / 1.0 / 1.0."""
+    from dsv4.sampler import Sampling
+
+    def pick(flag, key, otherwise):
+        return flag if flag is not None else otherwise if defaults.get(key) is None else defaults[key]
+
+    greedy = defaults.get("do_sample") is False and args.temperature is None
+    return Sampling(temperature=0.0 if greedy else pick(args.temperature, "temperature", 1.0), top_k=pick(args.top_k, "top_k", 0),
+                    top_p=pick(args.top_p, "top_p", 1.0), repetition_penalty=pick(args.repetition_penalty, "repetition_penalty", 1.0),
+                    seed=args.seed)
+
+
+def stop_tokens(checkpoint) -> set[int]:
+    """The ids that end an answer, from config.json and generation_config.json."""
+    more = checkpoint.generation_config.get("eos_token_id") or []
+    return {*checkpoint.config.eos_token_ids, *(more if isinstance(more, list) else [more])}
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+
+
+def load(checkpoint, plan, numerics, interrupt: Interrupt):
+    """The model, layer by layer, under a bar of bytes that names the layer and its device."""
+    from dsv4.model import Model
+
+    total = checkpoint.nbytes("embed") + checkpoint.nbytes("head") + sum(checkpoint.layer_bytes(n) for n in plan.layers)
+    with progress_bar(total, "load", "B") as bar:
+
+        def on_progress(count, part, device):
+            interrupt.check()
+            bar.update(count)
+            bar.set_postfix_str(f"{part} on {device}")
+
+        return Model(checkpoint, plan, numerics, on_progress)
+
+
+def progress_bar(total: int, what: str, unit: str):
+    """A bar on standard error, drawn only on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=None, leave=False, file=sys.stderr)
 
 
 class Interrupt:
@@ -220,14 +365,82 @@ class Interrupt:
             raise self.Stop
 
 
-def progress_bar(total: int, what: str, unit: str):
-    """A bar on standard error, drawn only on a terminal."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=None, leave=False, file=sys.stderr)
+# -------------------------------------------------------------------------------------------------- prefill and decode
 
 
-# ------------------------------------------------------------------------------------------------------------- the run
+class Run:
+    """A loaded model and one sequence: prefill, decode, and what they took."""
+
+    def __init__(self, model, sampler, interrupt: Interrupt, keep_logits: bool):
+        import torch
+
+        self.model, self.sampler, self.interrupt = model, sampler, interrupt
+        self.cache = model.new_cache()
+        # One row a token, fp32 on the host, allocated once: the plan counted it.
+        self.rows = torch.empty(self.cache.context, model.config.vocab_size) if keep_logits else None
+        self.timing: dict[str, float] = {}
+
+    def prefill(self, ids: list[int], chunk: int):
+        """Reads the prompt in chunks; returns the logits after its last token."""
+        start, logits = time.perf_counter(), None
+        with progress_bar(len(ids) if len(ids) > chunk else 0, "prefill", "tok") as bar:
+            for i in range(0, len(ids), chunk):
+                self.interrupt.check()
+                last = i + chunk >= len(ids)
+                logits = self._forward(ids[i : i + chunk], "last" if last else "none")
+                bar.update(min(chunk, len(ids) - i))
+        seconds = time.perf_counter() - start
+        self.timing |= {"prefill_s": seconds, "prefill_tokens": len(ids), "prefill_tokens_per_s": len(ids) / seconds}
+        return logits
+
+    def decode(self, logits, answer: Answer, max_new_tokens: int) -> str:
+        """Samples, streams and feeds back until the end; returns the finish reason."""
+        start = time.perf_counter()
+        try:
+            while len(answer.ids) < max_new_tokens:
+                answer.push(self.sampler(logits))
+                if answer.ids[-1] in answer.eos:
+                    return "stop"
+                if self.interrupt.asked:
+                    return "interrupt"
+                if self.cache.position >= self.cache.context:
+                    break
+                if len(answer.ids) < max_new_tokens:
+                    logits = self._forward(answer.ids[-1:], "last")
+            return "length"
+        except Interrupt.Stop:
+            return "interrupt"
+        finally:
+            steps, seconds = max(len(answer.ids) - 1, 0), time.perf_counter() - start  # the first token came with the prefill
+            self.timing |= {"decode_s": seconds, "decode_tokens": steps, "decode_tokens_per_s": steps / seconds if steps else 0.0,
+                            "decode_ms_per_token": 1e3 * seconds / steps if steps else 0.0}
+
+    def _forward(self, ids, logits):
+        if self.rows is None:
+            return self.model.forward(ids, self.cache, logits)
+        start = self.cache.position
+        self.rows[start : start + len(ids)] = self.model.forward(ids, self.cache, "all")
+        return self.rows[self.cache.position - 1]
+
+    def dump_logits(self, path: Path, ids: list[int], complete: bool) -> None:
+        """Writes the row of every token that was run; after a complete run the last generated one is run now. A new file or none."""
+        import torch
+        from safetensors.torch import save_file
+
+        if complete and self.cache.position < min(len(ids), self.cache.context):
+            self._forward(ids[self.cache.position :], "all")
+        rows = self.rows[: self.cache.position]
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            save_file({"token_ids": torch.tensor(ids[: len(rows)], dtype=torch.int64), "logits": rows}, part)
+            os.replace(part, path)
+        except OSError as error:
+            raise UserError(f"--dump-logits: {path} cannot be written: {error.strerror or error}") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- answer
 
 
 class Answer:
@@ -289,196 +502,7 @@ class Answer:
             stream.flush()
 
 
-class Run:
-    """A loaded model and one sequence: prefill, decode, and what they took."""
-
-    def __init__(self, model, sampler, interrupt: Interrupt, keep_logits: bool):
-        self.model, self.sampler, self.interrupt = model, sampler, interrupt
-        self.cache = model.new_cache()
-        self.rows = [] if keep_logits else None  # fp32 [n, vocab] pieces on the host
-        self.timing: dict[str, float] = {}
-
-    def prefill(self, ids: list[int], chunk: int):
-        """Reads the prompt in chunks; returns the logits after its last token."""
-        start, logits = time.perf_counter(), None
-        with progress_bar(len(ids) if len(ids) > chunk else 0, "prefill", "tok") as bar:
-            for i in range(0, len(ids), chunk):
-                self.interrupt.check()
-                last = i + chunk >= len(ids)
-                logits = self._forward(ids[i : i + chunk], "last" if last else "none")
-                bar.update(min(chunk, len(ids) - i))
-        seconds = time.perf_counter() - start
-        self.timing |= {"prefill_s": seconds, "prefill_tokens": len(ids), "prefill_tokens_per_s": len(ids) / seconds}
-        return logits
-
-    def decode(self, logits, answer: Answer, max_new_tokens: int) -> str:
-        """Samples, streams and feeds back until the end; returns the finish reason."""
-        start = time.perf_counter()
-        try:
-            while len(answer.ids) < max_new_tokens:
-                answer.push(self.sampler(logits))
-                if answer.ids[-1] in answer.eos:
-                    return "stop"
-                if self.interrupt.asked:
-                    return "interrupt"
-                if self.cache.position >= self.cache.context:
-                    break
-                if len(answer.ids) < max_new_tokens:
-                    logits = self._forward(answer.ids[-1:], "last")
-            return "length"
-        except Interrupt.Stop:
-            return "interrupt"
-        finally:
-            steps, seconds = max(len(answer.ids) - 1, 0), time.perf_counter() - start  # the first token came with the prefill
-            self.timing |= {"decode_s": seconds, "decode_tokens": steps, "decode_tokens_per_s": steps / seconds if steps else 0.0,
-                            "decode_ms_per_token": 1e3 * seconds / steps if steps else 0.0}
-
-    def _forward(self, ids, logits):
-        if self.rows is None:
-            return self.model.forward(ids, self.cache, logits)
-        self.rows.append(self.model.forward(ids, self.cache, "all").cpu())
-        return self.rows[-1][-1]
-
-    def dump_logits(self, path: Path, ids: list[int]) -> None:
-        """Writes the row of every token that was run; the last generated one is run now. Atomic: a new file or none."""
-        import torch
-        from safetensors.torch import save_file
-
-        if self.cache.position < min(len(ids), self.cache.context) and not self.interrupt.asked:
-            self._forward(ids[self.cache.position :], "all")
-        rows = torch.cat(self.rows) if self.rows else torch.empty(0, self.model.config.vocab_size)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            save_file({"token_ids": torch.tensor(ids[: len(rows)], dtype=torch.int64), "logits": rows.contiguous()}, part)
-            os.replace(part, path)
-        except OSError as error:
-            raise UserError(f"--dump-logits: {path} cannot be written: {error.strerror or error}") from None
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def inspect(args: argparse.Namespace) -> int:
-    """--inspect: the audit of the headers; exit code 3 where something is wrong."""
-    from dsv4.checkpoint import Checkpoint
-
-    audit = Checkpoint.open(args.model, strict=False).audit()
-    print(json.dumps(audit.to_dict(), ensure_ascii=False, indent=2) if args.json else "\n".join(audit.lines()))
-    return 3 if audit.problems else 0
-
-
-def choose_sampling(args: argparse.Namespace, defaults: dict):
-    """The flags, else the checkpoint's generation_config.json, else 1.0 / off / 1.0 / 1.0."""
-    from dsv4.sampler import Sampling
-
-    def pick(flag, key, otherwise):
-        return flag if flag is not None else otherwise if defaults.get(key) is None else defaults[key]
-
-    greedy = defaults.get("do_sample") is False and args.temperature is None
-    return Sampling(temperature=0.0 if greedy else pick(args.temperature, "temperature", 1.0), top_k=pick(args.top_k, "top_k", 0),
-                    top_p=pick(args.top_p, "top_p", 1.0), repetition_penalty=pick(args.repetition_penalty, "repetition_penalty", 1.0),
-                    seed=args.seed)
-
-
-def stop_tokens(checkpoint) -> set[int]:
-    """The ids that end an answer, from config.json and generation_config.json."""
-    more = checkpoint.generation_config.get("eos_token_id") or []
-    return {*checkpoint.config.eos_token_ids, *(more if isinstance(more, list) else [more])}
-
-
-def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
-    """Backend, devices, numerics and the plan: everything that can be refused before a byte of weights is read."""
-    import torch
-
-    from dsv4 import ops, runtime
-    from dsv4.layers import Numerics
-    from dsv4.plan import make_plan
-
-    config = checkpoint.config
-    context = args.context or prompt_tokens + args.max_new_tokens
-    if prompt_tokens > context:
-        raise UserError(f"--context: expected at least the prompt's {prompt_tokens} tokens, found {context}")
-    if context > config.max_position_embeddings:
-        raise UserError(f"--context: expected at most the model's {config.max_position_embeddings} positions, found {context} "
-                        f"(a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones): ask for less")
-    first, last = args.layers or (0, config.num_hidden_layers)
-    if last > config.num_hidden_layers:
-        raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
-    ops.select_backend("torch" if args.backend == "auto" else args.backend)
-    runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
-    devices = runtime.resolve_devices(args.devices)
-    dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
-    plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=min(args.prefill_chunk, prompt_tokens),
-                     dtype=dtype, free_bytes=runtime.free_bytes, auto=args.devices == "auto")
-    numerics = Numerics(dtype=dtype, kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised,
-                        activations="bf16" if args.activations == "auto" else args.activations)
-    return plan, numerics
-
-
-def load(checkpoint, plan, numerics, interrupt: Interrupt):
-    """The model, layer by layer, under a bar of bytes that names the layer and its device."""
-    from dsv4.model import Model
-
-    total = checkpoint.nbytes("embed") + checkpoint.nbytes("head") + sum(checkpoint.layer_bytes(n) for n in plan.layers)
-    with progress_bar(total, "load", "B") as bar:
-
-        def on_progress(count, part, device):
-            interrupt.check()
-            bar.set_postfix_str(f"{part} on {device}", refresh=False)
-            bar.update(count)
-
-        return Model(checkpoint, plan, numerics, on_progress)
-
-
-def generate(args: argparse.Namespace) -> int:
-    """The story: prompt, plan, load, prefill, decode, report."""
-    started = time.perf_counter()
-    interrupt = Interrupt()
-    prompt = render_prompt(args)
-    from dsv4.checkpoint import Checkpoint  # brings torch
-
-    checkpoint = Checkpoint.open(args.model)
-    sampling = choose_sampling(args, checkpoint.generation_config)
-    tokenizer = None if prompt is None and not (args.model / "tokenizer.json").is_file() else open_tokenizer(args.model)
-    ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
-    checkpoint.config.check_tokens(ids)
-    if unknown := checkpoint.audit().unknown:
-        print(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect", file=sys.stderr)
-    plan, numerics = plan_run(args, checkpoint, len(ids))
-
-    from dsv4 import runtime
-    from dsv4.sampler import Sampler
-
-    finish, exit_code, failure = "interrupt", 130, None
-    thinking = tokenizer is not None and ids[-1] == tokenizer.token_id("<think>")
-    eos = stop_tokens(checkpoint)
-    answer = Answer(tokenizer, eos, thinking=thinking, raw=args.raw, quiet=args.json)
-    run = None
-    try:
-        model = load(checkpoint, plan, numerics, interrupt)
-        model.on_layer = interrupt.check
-        run = Run(model, Sampler(sampling, ids), interrupt, keep_logits=args.dump_logits is not None)
-        run.timing["load_s"] = time.perf_counter() - started
-        logits = run.prefill(ids, args.prefill_chunk)
-        run.timing["first_token_s"] = time.perf_counter() - started
-        finish = run.decode(logits, answer, args.max_new_tokens)
-        exit_code = 130 if finish == "interrupt" else 0
-    except Interrupt.Stop:
-        pass
-    except UserError as error:  # what was generated before it is kept
-        finish, exit_code, failure = "error", error.exit_code, str(error)
-    answer.close()
-    if run is not None and args.dump_logits is not None and failure is None:
-        run.dump_logits(args.dump_logits, ids + answer.ids)
-    timing = run.timing if run else {}
-    memory = runtime.peak_bytes([d.device for d in plan.devices])
-    if args.json:
-        result = {"model": str(args.model), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text, "message": answer.message,
-                  "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "memory": memory}
-        print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
-    if failure is not None:
-        print(f"error: {failure}", file=sys.stderr)
-    print(report(timing, memory, finish), file=sys.stderr)
-    return exit_code
+# -------------------------------------------------------------------------------------------------------------- report
 
 
 def report(timing: dict, memory: dict, finish: str) -> str:
@@ -493,6 +517,15 @@ def report(timing: dict, memory: dict, finish: str) -> str:
                      f"{timing['decode_ms_per_token']:.1f} ms/token")
     parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items()))
     return " | ".join(parts)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """--inspect: the audit of the headers; exit code 3 where something is wrong."""
+    from dsv4.checkpoint import Checkpoint
+
+    audit = Checkpoint.open(args.model, strict=False).audit()
+    print(json.dumps(audit.to_dict(), ensure_ascii=False, indent=2) if args.json else "\n".join(audit.lines()))
+    return 3 if audit.problems else 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@ Owns everything between files and `Weight`s; knows nothing of layers or devices.
 The folder is audited before a byte of weights is read: the headers say which tensor lies where, with which shape and dtype,
 and `audit()` holds that against what the config needs. A format is recognised by dtype and sibling keys, never by metadata
 alone: exporters' metadata differ between revisions of the same repository. Sources: DeepSeek's release (names, dtypes),
-ModelOpt and compressed-tensors exports, transformers' conversion_mapping; checkpoints.md sections 0 to 5, model.md section 11.
+ModelOpt and compressed-tensors exports, transformers' conversion_mapping; checkpoints.md sections 0 and 2 to 5, model.md section 11.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ def write_checkpoint(folder, config: ModelConfig, weights: dict[str, torch.Tenso
     fmt = FORMATS[format] if isinstance(format, str) else format
     old = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     if old and not overwrite:
-        raise CheckpointError(f"{folder}: expected a folder without shards, found {old[0].name}: give another, or overwrite")
+        raise CheckpointError(f"{folder}: expected a folder without shards, found {old[0].name}: give another folder, or --overwrite")
     try:
         encoded = encode(config, weights, fmt, cast_mxfp4, share_w13)
     except ValueError as error:

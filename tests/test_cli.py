@@ -164,7 +164,7 @@ def test_settings_keep_the_answer(run, argv):
 
 def test_layers_runs_a_part(run):
     code, out, err = run("--temperature", 0, "--layers", "1:3", "--max-new-tokens", 2, QUESTION)
-    assert code == 0
+    assert code == 0 and "partial model: layers 1 to 2 of 6" in err
 
 
 def test_inspect(run, folder):
@@ -285,6 +285,8 @@ def test_closed_pipe_is_quiet():
     (["--backend", "cuda", "a"], "--backend cuda: expected a kernel for every operation"),
     (["--dump-logits", "/no/such/folder/x", "a"], "--dump-logits: /no/such/folder/x cannot be written"),
     (["--raw", "--system", "s", "a"], "--system does not go with --raw"),
+    (["--inspect", "a"], "--inspect does not go with PROMPT"),
+    (["--inspect", "--print-prompt"], "--inspect does not go with --print-prompt"),
     (["--wrong-flag", "a"], "unrecognized arguments: --wrong-flag"),
 ])
 def test_bad_arguments(run, argv, words):
@@ -367,3 +369,11 @@ def test_does_not_fit(run, monkeypatch):
     monkeypatch.setattr(runtime, "free_bytes", lambda device: 2**20)
     code, out, err = run("a")
     assert code == 4 and "needs" in one_line(err) and "GiB free" in err
+
+
+def test_logits_that_do_not_fit(run, monkeypatch, tmp_path):
+    from dsv4 import runtime
+
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: 5 * 2**30)
+    code, out, err = run("--dump-logits", tmp_path / "x", "--context", 1000000, "a")
+    assert code == 4 and "--dump-logits: 1000000 rows of 1024 numbers need 3.81 GiB" in one_line(err)
