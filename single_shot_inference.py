@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 # torch and the layers are imported where they are first used: --help and argument errors answer at once.
 from dsv4.errors import UserError
+from dsv4.terminal import Interrupt, progress_bar
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "tiny"
 
@@ -36,12 +39,12 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see --help\n")
 
 
-def whole(minimum: int):
-    """An argument type: a whole number of `minimum` or more."""
+def whole(minimum: int, maximum: int = 2**31 - 1):
+    """An argument type: a whole number from `minimum` to `maximum`."""
 
     def parse(text):
-        if not text.lstrip("-").isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"expected a whole number of {minimum} or more, found {text!r}")
+        if not text.removeprefix("-").isdecimal() or len(text) > 20 or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} to {maximum}, found {text[:40]!r}")
         return int(text)
 
     return parse
@@ -50,8 +53,8 @@ def whole(minimum: int):
 def token_ids(text: str) -> list[int]:
     """An argument type: 1,2,3."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"expected token ids such as 0,17,4, found {text!r}")
+    if not all(part.isdecimal() and len(part) <= 10 for part in parts):
+        raise argparse.ArgumentTypeError(f"expected token ids such as 0,17,4, found {text[:40]!r}")
     return [int(part) for part in parts]
 
 
@@ -90,10 +93,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     g = p.add_argument_group("generation (defaults: the checkpoint's generation_config.json)")
     g.add_argument("--max-new-tokens", metavar="N", type=whole(0), default=512, help="0 only reads the prompt (default: 512)")
     g.add_argument("--temperature", metavar="T", type=float, help="0 is greedy, and bit-identical from run to run")
-    g.add_argument("--top-k", metavar="K", type=int, help="0 is off")
+    g.add_argument("--top-k", metavar="K", type=whole(0), help="0 is off")
     g.add_argument("--top-p", metavar="P", type=float)
     g.add_argument("--repetition-penalty", metavar="R", type=float)
-    g.add_argument("--seed", metavar="N", type=int, help="makes sampling repeatable")
+    g.add_argument("--seed", metavar="N", type=whole(0, 2**63 - 1), help="makes sampling repeatable")
     g = p.add_argument_group("output")
     g.add_argument("--json", action="store_true", help="one JSON object on standard output instead of the stream")
     g.add_argument("--dump-logits", metavar="FILE", type=Path,
@@ -119,9 +122,15 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             if given:
                 p.error(f"{flag} does not go with {'--messages' if args.messages else '--prompt-ids' if args.prompt_ids else '--raw'}")
     if args.dump_logits is not None:
-        folder = args.dump_logits.resolve().parent
-        if args.dump_logits.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            p.error(f"--dump-logits: {args.dump_logits} cannot be written: expected a file name in a folder that exists and is writable")
+        try:
+            args.dump_logits = path = args.dump_logits.resolve()  # a link is followed, not replaced
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EEXIST, "is there and is not a regular file")
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            name = str(args.dump_logits)[:100]
+            p.error(f"--dump-logits: {name} cannot be written: {error.strerror}: give a file name in a writable folder")
 
 
 # --------------------------------------------------------------------------------------------------------------- prompt
@@ -129,6 +138,8 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 def read_text(name: str, flag: str) -> str:
     """A file's text, or standard input's for -, as strict UTF-8."""
+    if name == "-" and sys.stdin is None:
+        raise UserError(f"{flag}: expected a prompt on standard input, found it closed")
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         return data.decode("utf-8")
@@ -147,7 +158,7 @@ def render_prompt(args: argparse.Namespace):
     if args.messages is not None:
         try:
             document = json.loads(read_text(args.messages, "--messages"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"--messages: {args.messages} is not JSON: {error}") from None
         try:
             messages, tools, response_format = encoding.messages_from_json(document)
@@ -156,7 +167,7 @@ def render_prompt(args: argparse.Namespace):
             raise UserError(f"--messages: {args.messages}: {error}") from None
     text = args.prompt
     if args.prompt_file is not None or text == "-":
-        text = read_text(args.prompt_file or "-", "--prompt-file" if args.prompt_file else "PROMPT")
+        text = read_text(text, "PROMPT") if args.prompt_file is None else read_text(args.prompt_file, "--prompt-file")
     if not text:
         raise UserError("expected a prompt, found an empty one: give at least one character")
     try:
@@ -176,8 +187,15 @@ def print_prompt(args: argparse.Namespace) -> int:
         ids = args.prompt_ids or encode(open_tokenizer(args.model), prompt)
         print(json.dumps({"prompt": prompt and prompt.text, "prompt_ids": ids}, ensure_ascii=False))
     else:
-        print(",".join(map(str, args.prompt_ids)) if prompt is None else prompt.text)
+        sys.stdout.write(",".join(map(str, args.prompt_ids)) if prompt is None else prompt.text)  # exactly it: no newline behind
     return 0
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is a tokenizer.json; a folder that cannot be entered has none."""
+    with contextlib.suppress(OSError):
+        return (folder / "tokenizer.json").is_file()
+    return False
 
 
 def open_tokenizer(folder: Path):
@@ -186,7 +204,7 @@ def open_tokenizer(folder: Path):
     from dsv4.errors import CheckpointError
 
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not has_tokenizer(folder):
         raise CheckpointError(f"{path}: expected the tokenizer beside the shards, found no such file: give --prompt-ids, which needs none")
     try:
         return encoding.Tokenizer(path)
@@ -211,28 +229,32 @@ def encode(tokenizer, prompt) -> list[int]:
 def generate(args: argparse.Namespace) -> int:
     """The story: prompt, plan, load, prefill, decode, report."""
     started = time.perf_counter()  # the first token's time counts from here, imports included
-    interrupt = Interrupt()
     prompt = render_prompt(args)
+    interrupt = Interrupt()  # from here on Ctrl-C asks; while the prompt was read it just stopped
     from dsv4.checkpoint import Checkpoint  # brings torch
+    from dsv4.errors import CheckpointError
+    from dsv4.sampler import Sampler, generation_defaults
 
     checkpoint = Checkpoint.open(args.model)
-    sampling = choose_sampling(args, checkpoint.generation_config)
-    tokenizer = None if prompt is None and not (args.model / "tokenizer.json").is_file() else open_tokenizer(args.model)
+    defaults, eos = generation_defaults(checkpoint)
+    sampling = choose_sampling(args, defaults)
+    tokenizer = open_tokenizer(args.model) if prompt is not None or has_tokenizer(args.model) else None
     ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
-    checkpoint.config.check_tokens(ids)
+    try:
+        checkpoint.config.check_tokens(ids)
+    except UserError as error:
+        raise error if prompt is None else CheckpointError(f"{args.model / 'tokenizer.json'}: {error}: it is another model's") from None
     if unknown := checkpoint.audit().unknown:
         print(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect", file=sys.stderr)
     plan, numerics = plan_run(args, checkpoint, len(ids))
 
     from dsv4 import runtime
-    from dsv4.sampler import Sampler
 
     if args.layers:
         layers = checkpoint.config.num_hidden_layers
         print(f"partial model: layers {plan.layers[0]} to {plan.layers[-1]} of {layers}: the text means nothing", file=sys.stderr)
     finish, exit_code, failure = "interrupt", 130, None
-    thinking = tokenizer is not None and ids[-1] == tokenizer.token_id("<think>")
-    eos = stop_tokens(checkpoint)
+    thinking = tokenizer is not None and tokenizer.decode(ids[-1:]) == "<think>"
     answer = Answer(tokenizer, eos, thinking=thinking, raw=args.raw, quiet=args.json)
     run = None
     try:
@@ -245,22 +267,28 @@ def generate(args: argparse.Namespace) -> int:
         run.timing["first_token_s"] = time.perf_counter() - started
         finish = run.decode(logits, answer, args.max_new_tokens)
         exit_code = 130 if finish == "interrupt" else 0
+        if run.rows is not None and exit_code == 0:
+            run.last_row(answer.ids)
     except Interrupt.Stop:
-        pass
+        exit_code = 130
     except UserError as error:  # what was generated before it is kept
         finish, exit_code, failure = "error", error.exit_code, str(error)
     answer.close()
-    if run is not None and args.dump_logits is not None:
-        run.dump_logits(args.dump_logits, ids + answer.ids, complete=finish in ("stop", "length"))
+    if run is not None and run.rows is not None:
+        try:
+            run.dump_logits(args.dump_logits, ids + answer.ids)
+        except UserError as error:
+            exit_code, failure = exit_code or error.exit_code, failure or str(error)
     timing = run.timing if run else {}
     memory = runtime.peak_bytes([d.device for d in plan.devices])
     if args.json:
         result = {"model": str(args.model), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text, "message": answer.message,
                   "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "memory": memory}
         print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
+    if failure is None or answer.ids:
+        print(report(timing, memory, finish), file=sys.stderr)
     if failure is not None:
         print(f"error: {failure}", file=sys.stderr)
-    print(report(timing, memory, finish), file=sys.stderr)
     return exit_code
 
 
@@ -286,6 +314,10 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
     first, last = args.layers or (0, config.num_hidden_layers)
     if last > config.num_hidden_layers:
         raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
+    width = config.index_head_dim
+    if args.kv_quant == "model" and 4 in config.compress_ratios and width & (width - 1):
+        raise UserError(f"--kv-quant model: the indexer's Hadamard rotation needs index_head_dim to be a power of two, found {width}: "
+                        "use --kv-quant off")
     ops.select_backend("torch" if args.backend == "auto" else args.backend)
     runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
     devices = runtime.resolve_devices(args.devices)
@@ -306,19 +338,9 @@ def choose_sampling(args: argparse.Namespace, defaults: dict):
     """The flags, else the checkpoint's generation_config.json, else 1.0 / off / 1.0 / 1.0."""
     from dsv4.sampler import Sampling
 
-    def pick(flag, key, otherwise):
-        return flag if flag is not None else otherwise if defaults.get(key) is None else defaults[key]
-
-    greedy = defaults.get("do_sample") is False and args.temperature is None
-    return Sampling(temperature=0.0 if greedy else pick(args.temperature, "temperature", 1.0), top_k=pick(args.top_k, "top_k", 0),
-                    top_p=pick(args.top_p, "top_p", 1.0), repetition_penalty=pick(args.repetition_penalty, "repetition_penalty", 1.0),
-                    seed=args.seed)
-
-
-def stop_tokens(checkpoint) -> set[int]:
-    """The ids that end an answer, from config.json and generation_config.json."""
-    more = checkpoint.generation_config.get("eos_token_id") or []
-    return {*checkpoint.config.eos_token_ids, *(more if isinstance(more, list) else [more])}
+    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    flags = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return Sampling(**defaults | flags, seed=args.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------- load
@@ -339,32 +361,6 @@ def load(checkpoint, plan, numerics, interrupt: Interrupt):
         return Model(checkpoint, plan, numerics, on_progress)
 
 
-def progress_bar(total: int, what: str, unit: str):
-    """A bar on standard error, drawn only on a terminal."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=None, leave=False, file=sys.stderr)
-
-
-class Interrupt:
-    """Ctrl-C once asks to stop: whoever works looks at `asked`, or calls `check`. Twice stops at once."""
-
-    class Stop(Exception):
-        """Work was given up because the user asked."""
-
-    def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGINT, self._ask)
-
-    def _ask(self, *_):
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def check(self, *_):
-        if self.asked:
-            raise self.Stop
-
-
 # -------------------------------------------------------------------------------------------------- prefill and decode
 
 
@@ -383,14 +379,15 @@ class Run:
     def prefill(self, ids: list[int], chunk: int):
         """Reads the prompt in chunks; returns the logits after its last token."""
         start, logits = time.perf_counter(), None
-        with progress_bar(len(ids) if len(ids) > chunk else 0, "prefill", "tok") as bar:
-            for i in range(0, len(ids), chunk):
-                self.interrupt.check()
-                last = i + chunk >= len(ids)
-                logits = self._forward(ids[i : i + chunk], "last" if last else "none")
-                bar.update(min(chunk, len(ids) - i))
-        seconds = time.perf_counter() - start
-        self.timing |= {"prefill_s": seconds, "prefill_tokens": len(ids), "prefill_tokens_per_s": len(ids) / seconds}
+        try:
+            with progress_bar(len(ids), "prefill", "tok", hidden=len(ids) <= chunk) as bar:
+                for i in range(0, len(ids), chunk):
+                    self.interrupt.check()
+                    logits = self._forward(ids[i : i + chunk], "last" if i + chunk >= len(ids) else "none")
+                    bar.update(min(chunk, len(ids) - i))
+        finally:
+            tokens, seconds = self.cache.position, time.perf_counter() - start
+            self.timing |= {"prefill_s": seconds, "prefill_tokens": tokens, "prefill_tokens_per_s": tokens / seconds}
         return logits
 
     def decode(self, logits, answer: Answer, max_new_tokens: int) -> str:
@@ -422,22 +419,22 @@ class Run:
         self.rows[start : start + len(ids)] = self.model.forward(ids, self.cache, "all")
         return self.rows[self.cache.position - 1]
 
-    def dump_logits(self, path: Path, ids: list[int], complete: bool) -> None:
-        """Writes the row of every token that was run; after a complete run the last generated one is run now. A new file or none."""
-        import torch
-        from safetensors.torch import save_file
+    def last_row(self, generated: list[int]) -> None:
+        """Runs the last generated token too, if the context has room: a dump has a row for every token."""
+        if generated and self.cache.position < self.cache.context:
+            self._forward(generated[-1:], "all")
 
-        if complete and self.cache.position < min(len(ids), self.cache.context):
-            self._forward(ids[self.cache.position :], "all")
+    def dump_logits(self, path: Path, ids: list[int]) -> None:
+        """Writes the row of every token that was run. Atomic: a new file or none."""
+        import torch
+
+        from dsv4.shards import write_shard
+
         rows = self.rows[: self.cache.position]
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            save_file({"token_ids": torch.tensor(ids[: len(rows)], dtype=torch.int64), "logits": rows}, part)
-            os.replace(part, path)
+            write_shard(path, {"token_ids": torch.tensor(ids[: len(rows)], dtype=torch.int64), "logits": rows})
         except OSError as error:
             raise UserError(f"--dump-logits: {path} cannot be written: {error.strerror or error}") from None
-        finally:
-            part.unlink(missing_ok=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- answer
@@ -451,7 +448,7 @@ class Answer:
 
         self.tokenizer, self.eos, self.raw, self.quiet = tokenizer, eos, raw, quiet
         self.ids: list[int] = []
-        self.text, self._answering = "", False
+        self.text, self._reasoning_open, self._wrote = "", False, False
         self.detokenizer = tokenizer.detokenizer() if tokenizer else None
         self.parser = encoding.StreamParser(thinking)
         self.dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
@@ -468,7 +465,9 @@ class Answer:
             self._show(self.parser.close())
             for call in self.parser.message["tool_calls"]:
                 self._write(sys.stdout, "\n" + json.dumps({"tool_call": call["function"]}, ensure_ascii=False))
-        self._write(sys.stdout, "\n" if self.text else "")
+        if self._reasoning_open:
+            self._write(sys.stderr, "\n")
+        self._write(sys.stdout, "\n" if self._wrote else "")
         if self.message.get("error"):
             self._write(sys.stderr, f"note: {self.message['error']}\n")
 
@@ -490,14 +489,16 @@ class Answer:
         for event in events:
             if event.kind == "reasoning":
                 self._write(sys.stderr, f"{self.dim[0]}{event.text}{self.dim[1]}")
+                self._reasoning_open = True
             elif event.kind == "content":
-                if not self._answering and self.parser.message["reasoning"]:
+                if self._reasoning_open:
                     self._write(sys.stderr, "\n")
-                self._answering = True
+                    self._reasoning_open = False
                 self._write(sys.stdout, event.text)
 
     def _write(self, stream, text):
         if text and not self.quiet:
+            self._wrote |= stream is sys.stdout
             stream.write(text)
             stream.flush()
 
@@ -531,17 +532,32 @@ def inspect(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        return print_prompt(args) if args.print_prompt else inspect(args) if args.inspect else generate(args)
+        code = print_prompt(args) if args.print_prompt else inspect(args) if args.inspect else generate(args)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output has gone; nothing more can be said to it
+    except OSError as error:  # every other file is handled where it is opened: this is standard output
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not fail on it again
+            if not isinstance(error, BrokenPipeError):  # a reader that went away needs no telling
+                print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
 
 
+def start() -> int:
+    """`main` as a program: closed streams count as /dev/null, text is UTF-8 whatever the locale says."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C must not change the exit code
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

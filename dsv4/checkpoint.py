@@ -175,7 +175,7 @@ def needs_outside_layers(config: ModelConfig) -> list[Need]:
 def _read_json(path, what):
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected {what}, found: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected {what} (a JSON object), found {type(value).__name__}")
@@ -270,7 +270,7 @@ def _family(config):
 
 class Checkpoint:
     """An opened checkpoint folder. Attributes: folder (Path), config (ModelConfig), generation_config (dict, empty if the folder has
-    none), tokenizer_path (Path or None). Reading copies the bytes into fresh memory (no memory map): what is resident is what the
+    none). Reading copies the bytes into fresh memory (no memory map): what is resident is what the
     caller keeps."""
 
     def __init__(self, folder: Path):
@@ -280,7 +280,6 @@ class Checkpoint:
         self.block = _fp8_block(raw, self.config)
         path = folder / "generation_config.json"
         self.generation_config = _read_json(path, "generation settings") if path.exists() else {}
-        self.tokenizer_path = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else None
         self._problems: list[str] = []
         self._modules: dict[str, dict[str, Entry]] = {}  # module -> last part of the key -> entry
         self._layouts: dict[str, Layout] = {}
@@ -298,7 +297,10 @@ class Checkpoint:
         """Reads configs and all headers, and audits them. Raises CheckpointError where there is nothing to audit (no folder, no
         config.json, another model) and, unless `strict` is False, for the first problem of the audit."""
         folder = Path(folder)
-        _check_folder(folder)
+        try:
+            _check_folder(folder)
+        except OSError as error:  # a name too long, a folder that must not be entered
+            raise CheckpointError(f"{folder}: expected a checkpoint folder, found: {error.strerror or error}") from None
         # 285,660 keys (Pro) are as many small objects; the collector walks them again and again and doubles the time (7 s to 3.5 s).
         collecting = gc.isenabled()
         gc.disable()
@@ -368,7 +370,7 @@ class Checkpoint:
         if indexes:
             weight_map = _read_json(indexes[0], "an index of shards").get("weight_map")
             if not isinstance(weight_map, dict) or not all(
-                    isinstance(name, str) and Path(name).name == name for name in set(weight_map.values())):
+                    isinstance(name, str) and Path(name).name == name for name in weight_map.values()):
                 raise CheckpointError(f"{indexes[0]}: expected weight_map, from tensor to shard, found {str(weight_map)[:60]}")
             return weight_map
         shards = sorted(path.name for path in self.folder.glob("*.safetensors"))
@@ -556,10 +558,6 @@ class Checkpoint:
         return layout, [(payload, (rows, packed)), (scale, (rows, columns // block))]
 
     # ---- reading
-
-    def has(self, name: str) -> bool:
-        """Whether the config needs `name` (a linear's module name or a tensor's key) and the folder holds it."""
-        return name in self._sizes
 
     def tensor(self, name: str) -> torch.Tensor:
         """A plain tensor by its full native key ("layers.0.attn.attn_sink", "embed.weight"), in the dtype it is stored in."""

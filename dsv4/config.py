@@ -3,10 +3,8 @@ DeepSeek's `inference/` folder, the one transformers saves) and the presets; hol
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from .errors import CheckpointError, UserError
 
@@ -75,14 +73,18 @@ class ModelConfig:
     def __post_init__(self):
         for field in fields(self):
             value, want = getattr(self, field.name), field.type
-            if want == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise CheckpointError(f"config.json: {field.name} must be a whole number of 0 or more, found {value!r}")
+            if want == "int" and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31):
+                raise CheckpointError(f"config.json: {field.name} must be a whole number from 0 to 2147483647, found {value!r}")
             if want == "float" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value)):
                 raise CheckpointError(f"config.json: {field.name} must be a finite number, found {value!r}")
         may_be_zero = {"num_hash_layers", "num_nextn_predict_layers", "n_shared_experts", "bos_token_id"}
         for field in fields(self):
             if field.type in ("int", "float") and field.name not in may_be_zero and getattr(self, field.name) <= 0:
                 raise CheckpointError(f"config.json: {field.name} must be above 0, found {getattr(self, field.name)!r}")
+        for name, most in (("num_hidden_layers", 1024), ("n_routed_experts", 16384)):  # the audit makes a list of all their names
+            self._check(getattr(self, name) <= most, name, f"at most {most}", getattr(self, name))
+        for name in ("rope_theta", "compress_rope_theta"):
+            self._check(getattr(self, name) > 1, name, "above 1", getattr(self, name))
         self._check(len(self.compress_ratios) == self.num_hidden_layers, "compress_ratios",
                     f"one entry for each of the {self.num_hidden_layers} layers", len(self.compress_ratios))
         wrong = [r for r in self.compress_ratios if not isinstance(r, int) or r not in LAYER_KINDS]
@@ -123,23 +125,6 @@ class ModelConfig:
         if wrong is not None:
             raise UserError(f"token id {wrong}: expected 0 to {self.vocab_size - 1}, the checkpoint's vocabulary")
 
-    @property
-    def family(self) -> str:
-        """The preset this config equals in every number, or "custom"."""
-        return next((name for name, preset in PRESETS.items() if preset == self), "custom")
-
-    @classmethod
-    def from_folder(cls, folder) -> ModelConfig:
-        """Reads `folder`/config.json. Raises CheckpointError with one line for a file that is missing, no JSON or another model's."""
-        path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: no such file: a checkpoint folder holds config.json beside its shards") from None
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise CheckpointError(f"{path}: expected a JSON object, found: {error}") from None
-        return cls.from_dict(raw, source=str(path))
-
     @classmethod
     def from_dict(cls, raw: dict, source: str = "config.json") -> ModelConfig:
         """From a parsed config.json in any of its three spellings; keys that are not the model's shape are ignored."""
@@ -157,7 +142,11 @@ class ModelConfig:
             values = {**_plain(raw), **_schedule(raw), **_rope(raw), **_ids(raw), **_blocks(raw)}
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{source}: cannot be read as a DeepSeek-V4 config: {type(error).__name__}: {error}") from None
-        missing = sorted({"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "compress_ratios"} - values.keys())
+        # Numbers without which the shapes cannot be known, and those that no shape would check and in which Pro and Flash differ.
+        missing = sorted({"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "compress_ratios",
+                          "routed_scaling_factor", "num_experts_per_tok", "index_topk"} - values.keys())
+        if not {"rope_scaling", "rope_parameters", "rope_factor"} & raw.keys():
+            missing.append("rope_scaling")
         if missing:
             raise CheckpointError(f"{source}: {missing[0]} is missing (and {len(missing) - 1} more): a DeepSeek-V4 config.json names it")
         return cls(**values)
@@ -171,6 +160,7 @@ class ModelConfig:
         out |= {key: value for key, value in _FIXED.items()}
         out["compress_ratios"] = [*self.compress_ratios, *[0] * self.num_nextn_predict_layers]
         out["eos_token_id"] = self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
+        out["rope_scaling"] = None
         if self.rope_factor != 1.0:
             out["rope_scaling"] = {"type": "yarn", "factor": self.rope_factor, "beta_fast": self.rope_beta_fast,
                                    "beta_slow": self.rope_beta_slow, "original_max_position_embeddings": self.rope_original_length}

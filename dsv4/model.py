@@ -61,7 +61,6 @@ class Model:
         self.head = Head(Binder(checkpoint, "", last, numerics), self.config)
         report(checkpoint.nbytes("head"), "head", last)
         self.rope = Rope(self.config)
-        self._finite: dict[int, torch.Tensor] = {}
 
     def new_cache(self) -> Cache:
         """An empty cache for the planned context."""
@@ -74,25 +73,28 @@ class Model:
         """Runs the next len(ids) tokens of the sequence in `cache`: any number, at any position.
 
         Returns logits as fp32 on the head's device: [vocab] after the last token, [S, vocab], or None. Raises UserError when the
-        tokens do not fit the context or the vocabulary, CheckpointError when the last token's logits are not finite.
+        tokens do not fit the context or the vocabulary, CheckpointError when streams or logits are not finite, with the first layer.
         """
         self._check(ids, cache)
         tokens = torch.tensor(ids, device=self.embed.device)
         step = Step.at(cache.position, tokens, self.rope)
         X = self.embed[tokens].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1)
+        finite = {"the embedding": X.isfinite().all()}  # each stays on its device until something is wrong
         for number, block in self.layers.items():
             step, X = step.to(block.device), X.to(block.device)
             X = block(X, step, cache.layers[number])
-            self._finite[number] = X.isfinite().all()  # stays on the device until something asks
+            finite[f"layer {number} ({self.config.kind(number)})"] = X.isfinite().all()
             if self.on_layer is not None:
                 self.on_layer(number, X)
         cache.position += len(ids)
-        if logits == "none":
-            return None
-        out = self.head(X if logits == "all" else X[-1:])
-        if not out.isfinite().all():
-            raise CheckpointError(self._first_bad(cache.position))
-        return out if logits == "all" else out[0]
+        out = None if logits == "none" else self.head(X if logits == "all" else X[-1:])
+        # What is not finite in the streams stays so to the last layer: one look, and only then at which layer it began.
+        fine = X.isfinite().all()
+        if not (fine if out is None else fine & out.isfinite().all()):
+            where = next((name for name, ok in finite.items() if not ok), "the head")
+            raise CheckpointError(f"non-finite logits after {cache.position} tokens: expected finite numbers, {where} made the first that "
+                                  "are not: its weights are corrupt, or activations overflow; helpers/compare_oracle.py looks inside")
+        return out if out is None or logits == "all" else out[0]
 
     def _check(self, ids, cache):
         if not ids:
@@ -100,8 +102,3 @@ class Model:
         if cache.position + len(ids) > cache.context:
             raise UserError(f"the caches hold {cache.context} tokens, found {cache.position + len(ids)}: plan for more with --context")
         self.config.check_tokens(ids)
-
-    def _first_bad(self, position):
-        where = next((f"layer {n} ({self.config.kind(n)})" for n, ok in self._finite.items() if not ok), "the head")
-        return (f"non-finite logits after {position} tokens: expected finite numbers, {where} made the first that are not: its weights are "
-                "corrupt, or activations overflow; compare that layer with reference/oracle.py")

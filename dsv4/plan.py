@@ -12,6 +12,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import DoesNotFit
 from .ops.attention import TILE as ATTENTION_TILE
+from .ops.indexer import TILE as INDEX_TILE
 from .ops.linear import TILE as LINEAR_TILE
 
 
@@ -101,12 +102,17 @@ def _shares(checkpoint, devices, layers, context, chunk, dtype, free_bytes, keep
 
 
 def _scratch(config, context, chunk):
-    """What the torch definitions hold at once: attention scores twice over, a dequantised tile, a chunk's activations."""
-    reachable = config.sliding_window + chunk + context // min((r for r in config.compress_ratios if r), default=context)
-    scores = min(ATTENTION_TILE, chunk * config.num_attention_heads * reachable)
+    """What the torch definitions hold at once: scores of attention and indexer with their copies, the top-k's sort, a dequantised
+    tile, a chunk's activations."""
+    ratios = {r for r in config.compress_ratios if r}
+    entries = context // min(ratios) if ratios else 0
+    reachable = config.sliding_window + chunk + entries
+    scores = 3 * min(ATTENTION_TILE, chunk * config.num_attention_heads * reachable)
+    if 4 in ratios and entries > config.index_topk:  # the products and their relu; then scores, ranks, order (int64) and masks
+        scores = max(scores, 2 * min(INDEX_TILE, chunk * config.index_n_heads * entries) + 6 * chunk * entries)
     queries = chunk * config.num_attention_heads * config.head_dim
     streams = chunk * config.hc_mult * config.hidden_size
-    return 4 * (3 * scores + LINEAR_TILE // 4 + 6 * queries + 6 * streams)
+    return 4 * (scores + LINEAR_TILE // 4 + 6 * queries + 6 * streams)
 
 
 def _gib(n):

@@ -34,7 +34,7 @@ def resolve_devices(spec: str) -> list[torch.device]:
             device = torch.device(name.strip())
         except RuntimeError:
             device = None
-        if device is None or device.type not in ("cpu", "cuda"):
+        if device is None or device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
             raise UserError(f"--devices: expected auto, cpu or a list such as cuda:0,cuda:1, found {spec!r}")
         if device.type == "cuda":
             index = device.index or 0
@@ -80,6 +80,7 @@ def peak_bytes(devices: list[torch.device]) -> dict[str, int]:
     import resource
     import sys
 
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peak = _field("/proc/self/status", "VmHWM:")  # in KiB; ru_maxrss would start at the peak of whoever started this process
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host": peak * 1024 if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     return peaks | {str(d): torch.cuda.max_memory_allocated(d) for d in devices if d.type == "cuda"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import UserError
+from .errors import CheckpointError, UserError
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,33 @@ class Sampling:
             ("temperature", "0 or more", self.temperature >= 0), ("top_k", "0 (off) or more", self.top_k >= 0),
             ("top_p", "above 0, at most 1", 0 < self.top_p <= 1), ("repetition_penalty", "above 0", self.repetition_penalty > 0),
         ):
-            if not holds or not math.isfinite(getattr(self, name)):
+            if not holds or getattr(self, name) == math.inf:
                 raise UserError(f"--{name.replace('_', '-')}: expected a number {expected}, found {getattr(self, name)}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UserError(f"--seed: expected 0 to 2^63 - 1, found {self.seed}")
+
+
+def generation_defaults(checkpoint) -> tuple[dict, set[int]]:
+    """What generation_config.json says: the settings of Sampling that it has (do_sample false is temperature 0), and the ids that end
+    an answer, with those of config.json. Raises CheckpointError for values that cannot be."""
+    raw, source, settings = checkpoint.generation_config, checkpoint.folder / "generation_config.json", {}
+    for name, types in (("temperature", (int, float)), ("top_k", (int,)), ("top_p", (int, float)), ("repetition_penalty", (int, float))):
+        if raw.get(name) is not None:
+            if type(raw[name]) not in types or abs(raw[name]) >= 2**63:
+                raise CheckpointError(f"{source}: {name}: expected a number, found {str(raw[name])[:40]!r}")
+            settings[name] = raw[name]
+    try:
+        Sampling(**settings)
+    except UserError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+    if raw.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    more, vocab = raw.get("eos_token_id"), checkpoint.config.vocab_size
+    more = more if isinstance(more, list) else [] if more is None else [more]
+    for i in more:
+        if type(i) is not int or not 0 <= i < vocab:
+            raise CheckpointError(f"{source}: eos_token_id: expected ids below {vocab}, found {str(i)[:40]!r}")
+    return settings, {*checkpoint.config.eos_token_ids, *more}
 
 
 class Sampler:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,14 +69,14 @@ def read_header(path: Path) -> dict[str, Entry]:
         header = json.loads(text)
         if not isinstance(header, dict):
             raise ValueError("not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise wrong(f"expected a JSON header, found {error}") from None
     header.pop("__metadata__", None)
     entries, data = {}, 8 + length
     for key, item in header.items():
         try:
             dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-            if not all(type(x) is int and x >= 0 for x in (*shape, begin, end)):
+            if not isinstance(dtype, str) or not all(type(x) is int and x >= 0 for x in (*shape, begin, end)):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise wrong(f"{key}: expected dtype, shape and data_offsets, found {str(item)[:80]}") from None
@@ -114,3 +115,20 @@ def read_entry(folder: Path, entry: Entry) -> torch.Tensor:
         raise CheckpointError(f"{entry.shard}: {entry.key}: reading at offset {entry.begin + done} failed: "
                               f"{error.strerror or error}") from None
     return buffer.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape if entry.dtype != "F4" else (-1,))
+
+
+def write_shard(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file under a temporary name beside `path` and renames it: a new file or none. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    part = path.with_name(f".{os.getpid()}.part")
+    try:
+        save_file(tensors, part, metadata=metadata)
+        os.umask(umask := os.umask(0))
+        os.chmod(part, 0o666 & ~umask)  # the library makes it private
+        os.replace(part, path)
+    except SafetensorError as error:  # a full disk, in the library's words
+        raise OSError(f"{path}: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)

@@ -16,6 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from single_shot_inference import whole  # noqa: E402
+
 SCRIPT = str(ROOT / "single_shot_inference.py")
 QUESTION = "What is the capital of France?"
 
@@ -59,8 +62,8 @@ def decode_ms(model_folder: Path, tokens: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--runs", type=whole(1), default=5)
+    parser.add_argument("--tokens", type=whole(1), default=200)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny")
     args = parser.parse_args()
     helps = [seconds("--help")[1] for _ in range(args.runs)]

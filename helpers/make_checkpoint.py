@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 if __name__ == "__main__":  # a script's own folder is on the path, the project's is not
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,6 +37,7 @@ from dsv4.formats import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
+from dsv4.shards import write_shard
 
 
 @dataclass(frozen=True)
@@ -328,9 +328,7 @@ def _write_shards(folder, tensors, shards):
     weight_map = {}
     for number, keys in enumerate(runs, 1):
         shard = "model.safetensors" if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
-        temporary = folder / f".{shard}.{os.getpid()}.tmp"
-        save_file({key: tensors[key].contiguous() for key in keys}, temporary, metadata={"format": "pt"})
-        os.replace(temporary, folder / shard)
+        write_shard(folder / shard, {key: tensors[key].contiguous() for key in keys}, {"format": "pt"})
         weight_map |= dict.fromkeys(keys, shard)
     if len(runs) > 1:
         total = sum(value.numel() * value.element_size() for value in tensors.values())
@@ -387,6 +385,9 @@ def main(argv=None) -> int:
     except CheckpointError as error:
         print(f"make_checkpoint: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"make_checkpoint: --out {args.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 2
     size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
     print(f"{args.out}: {args.format}, {len(list(args.out.glob('*.safetensors')))} shards, {size / 1e6:.1f} MB")
     return 0

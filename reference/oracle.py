@@ -235,8 +235,8 @@ def indexer(config: dict, w: Weights, x: Tensor, qr: Tensor, ratio: int, kv_quan
 
 
 def select_entries(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
-    """[B,S,T] bool: at most top_k of the visible entries of each query, those with the highest scores."""
-    best = scores.masked_fill(~visible, -math.inf).topk(min(top_k, scores.shape[-1]), dim=-1).indices
+    """[B,S,T] bool: at most top_k of the visible entries of each query, those with the highest scores; ties: the lower index."""
+    best = scores.masked_fill(~visible, -math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & visible
 
 

@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,7 +91,7 @@ def test_every_source_of_a_prompt_gives_the_same_ids(run, tmp_path, monkeypatch)
     (tmp_path / "p.txt").write_text(QUESTION)
     (tmp_path / "m.json").write_text(json.dumps({"messages": [{"role": "user", "content": QUESTION}]}))
     ids = json.loads(run("--print-prompt", "--json", QUESTION)[1])["prompt_ids"]
-    rendered = run("--print-prompt", QUESTION)[1].removesuffix("\n")
+    rendered = run("--print-prompt", QUESTION)[1]
     for argv in (["--prompt-file", tmp_path / "p.txt"], ["--messages", tmp_path / "m.json"], ["--raw", rendered]):
         assert json.loads(run("--print-prompt", "--json", *argv)[1]) == {"prompt": rendered, "prompt_ids": ids}
     with open(tmp_path / "p.txt") as file:
@@ -104,10 +103,10 @@ def test_every_source_of_a_prompt_gives_the_same_ids(run, tmp_path, monkeypatch)
 
 def test_system_and_messages_render_as_the_encoder_does(run, tmp_path):
     (tmp_path / "m.json").write_text(json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]))
-    rendered = "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜></think>\n"
+    rendered = "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜></think>"  # no newline: the output is the prompt, exactly
     assert run("--print-prompt", "--system", "Be brief.", "Hi")[1] == rendered
     assert run("--print-prompt", "--messages", tmp_path / "m.json")[1] == rendered
-    assert run("--print-prompt", "--think", "on", "Hi")[1].endswith("<｜Assistant｜><think>\n")
+    assert run("--print-prompt", "--think", "on", "Hi")[1].endswith("<｜Assistant｜><think>")
     assert "Absolute maximum" in run("--print-prompt", "--think", "max", "Hi")[1]
 
 
@@ -177,19 +176,11 @@ def test_inspect(run, folder):
     assert code == 3 and "missing" in out
 
 
-def test_help_is_quick():
-    start = time.perf_counter()
-    child = process("--help")
-    out, _ = child.communicate(timeout=60)
-    assert child.returncode == 0 and b"--prefill-chunk" in out
-    assert time.perf_counter() - start < 1.0 * (1 + 2 * (os.getloadavg()[0] > 2))  # 0.1 s alone; a loaded machine gets three times the time
-
-
 def test_help_imports_nothing_heavy():
     code = ("import sys, single_shot_inference as s\ntry: s.main(['--help'])\nexcept SystemExit: pass\n"
             "print([m for m in ('torch', 'numpy', 'transformers', 'tokenizers', 'safetensors', 'tqdm') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-    assert out.splitlines()[-1] == "[]"
+    assert out.splitlines()[-1] == "[]" and "--prefill-chunk" in out
 
 
 def test_a_run_does_not_import_transformers():
@@ -273,8 +264,8 @@ def test_closed_pipe_is_quiet():
     (["--top-k", "-3", "a"], "--top-k"),
     (["--repetition-penalty", "0", "a"], "--repetition-penalty"),
     (["--seed", "-1", "a"], "--seed"),
-    (["--max-new-tokens", "-1", "a"], "expected a whole number of 0 or more, found '-1'"),
-    (["--prefill-chunk", "0", "a"], "expected a whole number of 1 or more, found '0'"),
+    (["--max-new-tokens", "-1", "a"], "expected a whole number from 0 to 2147483647, found '-1'"),
+    (["--prefill-chunk", "0", "a"], "expected a whole number from 1 to 2147483647, found '0'"),
     (["--context", "2", "hello there, how are you?"], "--context: expected at least the prompt's"),
     (["--context", "1048577", "a"], "--context: expected at most the model's"),
     (["--layers", "3:2", "a"], "expected A:B with A < B"),
@@ -377,3 +368,122 @@ def test_logits_that_do_not_fit(run, monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "free_bytes", lambda device: 5 * 2**30)
     code, out, err = run("--dump-logits", tmp_path / "x", "--context", 1000000, "a")
     assert code == 4 and "--dump-logits: 1000000 rows of 1024 numbers need 3.81 GiB" in one_line(err)
+
+
+# ------------------------------------------------------------------------------- what a reviewer broke: each stays mended
+
+
+def test_a_full_disk_for_the_dump_keeps_everything_else(run, tmp_path, monkeypatch):
+    """The library's own error is no OSError; the JSON object and the report still come out."""
+    import safetensors.torch
+
+    def full(*_, **__):
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    code, out, err = run("--json", "--dump-logits", tmp_path / "x", QUESTION)
+    result = json.loads(out)
+    assert code == 2 and result["text"] == "The capital of France is Paris." and "No space left" in result["error"]
+    assert "peak memory" in err and err.strip().splitlines()[-1].startswith("error: --dump-logits") and list(tmp_path.iterdir()) == []
+
+
+def test_interrupt_during_the_last_row_of_a_dump(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(script.Run, "last_row", lambda self, ids: os.kill(os.getpid(), signal.SIGINT) or self.interrupt.check())
+    code, out, err = run("--json", "--dump-logits", tmp_path / "x", QUESTION)
+    ids = json.loads(out)["prompt_ids"] + json.loads(out)["output_ids"]
+    assert code == 130 and load_file(tmp_path / "x")["token_ids"].tolist() == ids[:-1]
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("temperature", "hot", "temperature: expected a number, found 'hot'"), ("temperature", -1, "expected a number 0 or more"),
+    ("top_k", 5.0, "top_k: expected a number"), ("top_p", 10**400, "top_p: expected a number"),
+    ("repetition_penalty", [1], "repetition_penalty"), ("eos_token_id", [[1]], "eos_token_id: expected ids below 1024"),
+    ("eos_token_id", 99999, "eos_token_id"), ("eos_token_id", {"a": 1}, "eos_token_id"),
+])
+def test_bad_generation_config(run, folder, name, value, words):
+    (folder / "generation_config.json").write_text(json.dumps({name: value}))
+    code, out, err = run("--model", folder, "a")
+    assert code == 3 and words in one_line(err) and "generation_config.json" in err
+
+
+def test_a_tokenizer_without_think_serves_raw_prompts_and_ids(run, folder):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] not in ("<think>", "</think>")]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert run("--model", folder, "--raw", "--max-new-tokens", 2, "The capital")[0] == 0
+    assert run("--model", folder, "--prompt-ids", "0,5", "--max-new-tokens", 2)[0] == 0
+    code, out, err = run("--model", folder, "a")
+    assert code == 3 and "think>" in one_line(err)
+
+
+def test_a_tokenizer_of_another_model(run, folder):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["id"] += 5000 * (token["content"] == "<｜User｜>")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, out, err = run("--model", folder, "a")
+    assert code == 3 and "tokenizer.json: token id" in one_line(err) and "another model's" in err
+
+
+def shell(command):
+    """The script in a shell of its own; S is how it is called."""
+    called = f"S() {{ {sys.executable} {ROOT / 'single_shot_inference.py'} \"$@\"; }}; "
+    return subprocess.run(["bash", "-c", called + command], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full, a disk that is always full, is a Linux device")
+def test_a_full_standard_output():
+    done = shell("S --print-prompt hi > /dev/full")
+    assert done.returncode == 1 and done.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_closed_streams():
+    assert (shell("S --print-prompt hi >&-").returncode, shell("S --print-prompt hi 2>&-").returncode) == (0, 0)
+    done = shell("S - <&-")
+    assert done.returncode == 2 and "expected a prompt on standard input, found it closed" in one_line(done.stderr)
+
+
+def test_text_is_utf8_whatever_the_locale_says():
+    done = shell("PYTHONIOENCODING=ascii LC_ALL=C S --print-prompt hi")
+    assert done.stdout == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>"
+
+
+@pytest.mark.parametrize("argv", [["--model", "x" * 300, "a"], ["--dump-logits", "x" * 300, "a"]])
+def test_names_that_are_too_long(run, argv):
+    code, out, err = run(*argv)
+    assert code in (2, 3) and "too long" in one_line(err)
+
+
+def test_a_dump_follows_links_and_leaves_what_is_no_file(run, tmp_path):
+    (tmp_path / "link").symlink_to("target")
+    os.mkfifo(tmp_path / "pipe")
+    assert run("--max-new-tokens", 1, "--dump-logits", tmp_path / "link", "a")[0] == 0
+    assert (tmp_path / "link").is_symlink() and load_file(tmp_path / "target")["logits"].shape[1] == 1024
+    assert (tmp_path / "target").stat().st_mode & 0o777 == 0o666 & ~os.umask(os.umask(0o022))
+    code, out, err = run("--dump-logits", tmp_path / "pipe", "a")
+    assert code == 2 and "not a regular file" in one_line(err) and (tmp_path / "pipe").is_fifo()
+
+
+def test_deeply_nested_json(run, tmp_path):
+    (tmp_path / "m.json").write_text("[" * 100_000)
+    code, out, err = run("--messages", tmp_path / "m.json")
+    assert code == 2 and "is not JSON" in one_line(err)
+
+
+def test_reasoning_that_never_ends_leaves_clean_lines(run):
+    code, out, err = run("--think", "on", "--max-new-tokens", 3, QUESTION)
+    assert (code, out) == (0, "") and len(err.strip().splitlines()) == 3  # reasoning, note, report
+
+
+def test_nan_in_a_router_is_refused(run, folder):
+    """It would choose experts and never show in the logits."""
+    from dsv4.checkpoint import Checkpoint
+
+    entry = Checkpoint.open(folder)._modules["layers.4.ffn.gate"]["bias"]
+    with open(folder / entry.shard, "r+b") as file:
+        file.seek(entry.begin)
+        file.write(b"\x00\x00\xc0\x7f")
+    code, out, err = run("--model", folder, "a")
+    assert code == 3 and "layers.4.ffn.gate.bias: expected finite numbers" in one_line(err)

@@ -84,9 +84,9 @@ def test_decode_after_prompt(case, prompt):
 
 
 @pytest.mark.parametrize("chunks", [[37, 93, 1, 129, 40], [4] * 75, [3] * 100, [127, 1, 1, 127, 44], [5, 128, 128, 39], "random"])
-def test_chunked_prefill(case, chunks):
+def test_chunked_prefill(case, chunks, seed):
     if chunks == "random":
-        cuts = sorted(random.sample(range(1, LENGTH), 12))
+        cuts = sorted(random.Random(seed).sample(range(1, LENGTH), 12))
         chunks = [b - a for a, b in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
     assert case.error(case.run(chunks)) <= TOLERANCE, f"chunks {chunks}"
 
@@ -236,17 +236,21 @@ def test_forward_refuses_what_does_not_fit(case):
         case.model.forward([1] * (LENGTH + 1), case.cache)
 
 
-def test_non_finite_logits_name_the_first_layer(weights, ids, tmp_path):
-    """A row of infinities in a layer's weights: the run stops and says which layer."""
-    broken = dict(weights)
-    broken["layers.3.attn.wo_b"] = weights["layers.3.attn.wo_b"].clone()
-    broken["layers.3.attn.wo_b"][0] = float("inf")
-    write_checkpoint(tmp_path, SMALL, broken, "f32")
+@pytest.mark.parametrize("chunks", [[60], [50, 10], [1] * 60])
+@pytest.mark.parametrize("broken, where", [
+    ("layers.3.attn.wo_b", r"layer 3 \(HCA\)"), ("embed.weight", "the embedding"), ("head", "the head"),
+])
+def test_non_finite_logits_name_the_first_layer(broken, where, chunks, weights, ids, tmp_path):
+    """An infinity in one tensor: the run stops in the chunk that meets it and says where it began, however the prompt is cut."""
+    damaged = dict(weights)
+    damaged[broken] = weights[broken].clone()
+    damaged[broken][ids[0] if broken == "embed.weight" else 0] = float("inf")
+    write_checkpoint(tmp_path, SMALL, damaged, "f32")
     model = open_model(tmp_path)
     cache = model.new_cache()
-    model.forward(ids[:50], cache, "none")
-    with pytest.raises(CheckpointError, match=r"non-finite logits after 60 tokens: .* layer 3 \(HCA\)"):
-        model.forward(ids[50:60], cache)
+    with pytest.raises(CheckpointError, match=f"non-finite logits after .* tokens: .* {where} made the first"):
+        for i, n in enumerate(chunks):
+            model.forward(ids[cache.position : cache.position + n], cache, "last" if i + 1 == len(chunks) else "none")
 
 
 def test_layers_runs_only_these(weights, ids, tmp_path):

@@ -20,7 +20,7 @@ import tiny_data as td  # noqa: E402
 import encoding  # noqa: E402
 from dsv4 import ops, runtime  # noqa: E402
 from dsv4.checkpoint import Checkpoint  # noqa: E402
-from dsv4.config import PRESETS, ModelConfig  # noqa: E402
+from dsv4.config import PRESETS  # noqa: E402
 from dsv4.layers import Numerics  # noqa: E402
 from dsv4.model import Model  # noqa: E402
 from dsv4.plan import make_plan  # noqa: E402
@@ -82,7 +82,7 @@ def test_it_has_the_real_layout_and_is_small():
 
 
 def test_its_shape_is_the_real_ones_where_kernels_look():
-    config = ModelConfig.from_folder(FOLDER)
+    config = Checkpoint.open(FOLDER).config
     assert config == PRESETS["tiny"]
     assert config.num_hidden_layers >= 6 and set(config.compress_ratios) == {0, 4, 128}
     assert 0 < config.num_hash_layers < config.num_hidden_layers

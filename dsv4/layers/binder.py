@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
 from ..formats import Weight
 
 
@@ -43,8 +44,17 @@ class Binder:
         return Binder(self.checkpoint, f"{self.prefix}{name}.", self.device, self.numerics)
 
     def fp32(self, name: str) -> torch.Tensor:
-        """A small tensor, in fp32: norms, scales, biases, mHC."""
-        return self.checkpoint.tensor(self.prefix + name).to(self.device).float()
+        """A small tensor, in fp32: norms, scales, biases, mHC. Raises CheckpointError if it is not finite: a router's NaN would choose
+        experts and never show in the logits."""
+        value = self.checkpoint.tensor(self.prefix + name).to(self.device).float()
+        self.refuse_non_finite(name, value)
+        return value
+
+    def refuse_non_finite(self, name: str, value: torch.Tensor) -> None:
+        """Raises CheckpointError that names the tensor if `value` holds NaN or infinity."""
+        if not value.isfinite().all():
+            raise CheckpointError(f"{self.prefix}{name}: expected finite numbers, found NaN or infinity; the checkpoint is damaged: fetch "
+                                  "its shard again")
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor in the dtype it has on disk."""

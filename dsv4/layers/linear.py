@@ -20,10 +20,13 @@ class Linear:
 
 
 class LinearFP32:
-    """x [..., in] -> fp32 [..., out], never from a quantised input: the projections whose result decides something discrete."""
+    """x [..., in] -> fp32 [..., out], never from a quantised input: the projections whose result decides something discrete, and where a
+    NaN could decide it unseen."""
 
     def __init__(self, bind: Binder, name: str):
         self.weight = bind.weight(name)
+        if self.weight.kind == "plain":
+            bind.refuse_non_finite(f"{name}.weight", self.weight.payload)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear_fp32(x, self.weight)

@@ -6,13 +6,13 @@ import torch
 
 from .backend import operation
 
-_TILE = 1 << 26  # query x head x entry products held at once: 256 MB in fp32
+TILE = 1 << 26  # query x head x entry products held at once: 256 MB in fp32
 
 
 def index_scores_ref(q: torch.Tensor, keys: torch.Tensor, head_weights: torch.Tensor) -> torch.Tensor:
     """sum over heads of w * relu(q . k), fp32: q [S, H, d], keys [T, d], head_weights [S, H] fp32 (scales folded in) -> [S, T]."""
     S, H, _ = q.shape
-    rows = max(1, _TILE // (H * max(keys.shape[0], 1)))
+    rows = max(1, TILE // (H * max(keys.shape[0], 1)))
     if rows < S:
         return torch.cat([index_scores_ref(q[i : i + rows], keys, head_weights[i : i + rows]) for i in range(0, S, rows)])
     products = torch.relu(q.float() @ keys.float().T)
