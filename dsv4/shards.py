@@ -129,6 +129,6 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str
         os.chmod(part, 0o666 & ~umask)  # the library makes it private
         os.replace(part, path)
     except SafetensorError as error:  # a full disk, in the library's words
-        raise OSError(f"{path}: {error}") from None
+        raise OSError(str(error)) from None
     finally:
         part.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def test_index_scores_are_fp32_for_bf16_inputs_and_in_tiles(rng, monkeypatch):
     whole = ops.index_scores(q, keys, weights)
     assert torch.equal(whole, ops.index_scores(q.float(), keys.float(), weights))
     for tile in (1, 4 * 21 * 2, 4 * 21 * 9):
-        monkeypatch.setattr(module, "_TILE", tile)
+        monkeypatch.setattr(module, "TILE", tile)
         torch.testing.assert_close(ops.index_scores(q, keys, weights), whole, rtol=0, atol=1e-5)  # another order of summation
 
 
