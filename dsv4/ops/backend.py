@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..errors import UserError
 
 _definitions: dict[str, Callable] = {}
-_kernels: dict[str, Callable] = {}  # what `register` was told
+_kernels: dict[str, Callable] = {}  # what `register` was told, and those of dsv4/kernels once "cuda" was selected
 _chosen: dict[str, Callable] = {}  # what runs instead of the definition
 
 
@@ -52,6 +52,11 @@ def select(backend: str) -> None:
     """Chooses the implementation of every operation: "torch" or "cuda". Raises UserError when a kernel is missing."""
     _chosen.clear()
     if backend == "cuda":
+        from .. import kernels  # here, as the torch backend needs none of it
+
+        for name, kernel in kernels.wrappers().items():
+            if name not in _kernels:  # one that was registered before stays
+                register(name, kernel)
         missing = sorted(_definitions.keys() - _kernels.keys())
         if missing:
             raise UserError(f"--backend cuda: expected a kernel for every operation, found none for {missing[0]!r} (and {len(missing) - 1} "

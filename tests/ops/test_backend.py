@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dsv4.ops
+from dsv4 import kernels
 from dsv4.errors import UserError
 from dsv4.ops import backend
 
@@ -48,6 +49,20 @@ def test_cuda_without_kernels_names_an_operation_and_the_way_out():
     assert "--backend cuda" in text and "--backend torch" in text and "\n" not in text
     assert any(repr(name) in text for name in backend._definitions)
     assert caught.value.exit_code == 2
+
+
+def test_selecting_cuda_registers_the_kernels_there_are_and_no_earlier():
+    assert not backend._kernels
+    with pytest.raises(UserError):
+        backend.select("cuda")
+    assert backend._kernels == kernels.wrappers() and backend._kernels
+
+
+def test_a_kernel_that_was_registered_before_stays():
+    backend.register("rms_norm", min)
+    with pytest.raises(UserError):
+        backend.select("cuda")
+    assert backend._kernels == {**kernels.wrappers(), "rms_norm": min}
 
 
 def test_one_missing_kernel_is_an_error_too_and_nothing_is_chosen():

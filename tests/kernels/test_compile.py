@@ -1,0 +1,75 @@
+"""Every kernel source compiles for both GPUs without spills, and its C declaration is what its Python side declares."""
+
+import ctypes
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import dsv4.kernels
+from dsv4.kernels import build
+from dsv4.kernels.launch import IN, OUT, Kernel
+from dsv4.ops import backend
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+
+
+def kernels() -> dict[str, Kernel]:
+    modules = [importlib.import_module(f"dsv4.kernels.{m.name}") for m in pkgutil.iter_modules(dsv4.kernels.__path__)]
+    return {k.name: k for module in modules for k in vars(module).values() if isinstance(k, Kernel)}
+
+
+def test_every_source_has_a_python_side_and_every_wrapper_is_an_operation():
+    assert kernels().keys() == set(build.names()) and build.names()
+    assert dsv4.kernels.wrappers().keys() <= backend._definitions.keys()
+
+
+@pytest.mark.parametrize("name", build.names())
+def test_c_declaration_equals_the_python_declaration(name):
+    declaration = re.search(rf'extern "C" int {name}\((.*?)\)', (build.SOURCES / f"{name}.cu").read_text(), re.DOTALL)[1]
+    kinds = {}
+    for argument in (" ".join(a.split()) for a in declaration.split(",")):
+        kind, argument_name = re.fullmatch(r"(.*?[ *])(\w+)", argument).groups()
+        kinds[argument_name] = kind.strip()
+    assert kinds.pop("stream") == "cudaStream_t"
+    python = {int: r"int", float: r"float", IN: r"const \w+\*", OUT: r"(?!const )\w+\*"}
+    assert list(kinds) == list(kernels()[name].arguments)
+    for argument, kind in kernels()[name].arguments.items():
+        assert re.fullmatch(python[kind], kinds[argument]), f"{argument}: {kinds[argument]}"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", build.names())
+def test_compiles_without_spills(nvcc, kernel_cache, name, arch):
+    """Both dtypes, with 16-byte accesses and with single ones: four entry functions. At most 64 registers: 1,024 threads a SM fit."""
+    built = build.build(name, arch)
+    entries = build.usage(built)
+    assert len(entries) == 4 and all(f"{name}_kernel" in e.entry for e in entries)
+    for entry in entries:
+        assert (entry.spill_stores, entry.spill_loads, entry.stack) == (0, 0, 0), entry
+        assert entry.registers <= 64, entry
+    assert arch in built.name
+    kernels()[name].bind(ctypes.CDLL(str(built)))  # the object loads without a GPU, and has the function
+
+
+def test_spills_would_be_seen(nvcc, tmp_path, monkeypatch):
+    """A kernel that must spill: 200 live values in 32 registers."""
+    monkeypatch.setenv("DSV4_KERNEL_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "spilling.cu"
+    source.write_text("""
+        extern "C" __global__ void __launch_bounds__(1024, 2) spilling(const float* x, float* out, int n) {
+            float v[200];
+            #pragma unroll
+            for (int i = 0; i < 200; i++) v[i] = x[i * 1024 + threadIdx.x];
+            for (int k = 0; k < n; k++) {
+                #pragma unroll
+                for (int i = 0; i < 200; i++) v[i] = v[i] * v[(i + 7) % 200] + x[k];
+            }
+            float sum = 0;
+            #pragma unroll
+            for (int i = 0; i < 200; i++) sum += v[i] * i;
+            out[threadIdx.x] = sum;
+        }""")
+    (entry,) = build.usage(build.build("spilling", "sm_90a", source))
+    assert entry.entry == "spilling" and entry.registers <= 32 and entry.spill_stores > 0 and entry.spill_loads > 0

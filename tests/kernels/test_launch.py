@@ -1,0 +1,80 @@
+"""From wrapper to kernel: what is refused before a launch, and what is said when CUDA refuses."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+from dsv4 import kernels
+from dsv4.errors import UserError
+from dsv4.kernels import launch
+from dsv4.kernels.launch import IN, OUT, Kernel
+
+
+@pytest.mark.parametrize("capability,arch", [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a")])
+def test_architecture_of_a_gpu(monkeypatch, capability, arch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert launch.architecture(torch.device("cuda:0")) == arch
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+def test_another_gpu_is_one_clear_line(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    with pytest.raises(UserError, match=rf"found Some GPU with {capability[0]}\.{capability[1]}: run with --backend torch"):
+        launch.architecture(torch.device("cuda:0"))
+
+
+def test_tensors_on_a_cpu_are_refused():
+    with pytest.raises(UserError, match="rms_norm: expected tensors on a GPU, found cpu: run with --backend torch"):
+        kernels.wrappers()["rms_norm"](torch.ones(2, 4), torch.ones(4), 1e-6)
+
+
+def test_arguments_are_checked_by_name_and_layout():
+    kernel = Kernel("k", {"x": IN, "out": OUT, "n": int})
+    with pytest.raises(TypeError, match="k takes x, out, n, got x, n"):
+        kernel(x=torch.ones(2), n=3)
+    with pytest.raises(UserError, match=r"k: expected contiguous tensors of one device, found \[2, 3\] of strides \[1, 2\] on cpu"):
+        kernel(x=torch.ones(3, 2).T, out=torch.ones(2), n=3)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A stand-in for the GPU: CPU tensors take its path, and the kernel returns `state.error`."""
+    state = types.SimpleNamespace(error=0, fault=None, calls=[])
+
+    def synchronize(device):
+        if state.fault:
+            raise RuntimeError(state.fault)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(launch, "emulator", lambda kernel, values: kernel._on_gpu(torch.device("cuda:0"), values))
+
+    def function(*arguments):
+        state.calls.append(arguments)
+        return state.error
+    state.kernel = Kernel("k", {"x": IN, "n": int})
+    state.kernel._functions[0] = function
+    return state
+
+
+def test_trap_21_addresses_and_torchs_current_stream_reach_the_kernel(gpu):
+    x = torch.ones(2)
+    gpu.kernel(x=x, n=3)
+    assert gpu.calls == [(x.data_ptr(), 3, 77)]
+
+
+def test_a_refused_launch_names_the_kernel(gpu):
+    gpu.error = 98
+    with pytest.raises(RuntimeError, match="k: the kernel's launch failed with CUDA error 98"):
+        gpu.kernel(x=torch.ones(2), n=3)
+
+
+def test_with_dsv4_sync_a_fault_names_the_kernel(gpu, monkeypatch):
+    gpu.fault = "an illegal memory access was encountered\nand much more"
+    gpu.kernel(x=torch.ones(2), n=3)  # without it, the fault is someone else's to find
+    monkeypatch.setenv("DSV4_SYNC", "1")
+    with pytest.raises(RuntimeError, match=r"^k: the kernel failed: an illegal memory access was encountered$"):
+        gpu.kernel(x=torch.ones(2), n=3)
