@@ -1,0 +1,133 @@
+"""The emulator finds each planted mistake, names it, and computes what a GPU does where there is none."""
+
+import re
+
+import pytest
+import torch
+
+from dsv4.kernels.launch import IN, OUT, Kernel
+
+from .emulator import HERE, EmulatorError, Machine, needs_gxx
+
+pytestmark = needs_gxx
+SOURCE = HERE / "faults.cu"
+FAULTS = re.findall(r"\bk\w+", re.search(r"enum Fault \{(.*?)\};", SOURCE.read_text(), re.DOTALL)[1])
+KERNEL = Kernel("faults", {"x": IN, "out": OUT, "blocks": int, "fault": int})
+
+
+def run(fault: str, reverse=False, blocks=2, x=None):
+    x = torch.arange(64.0 * blocks) if x is None else x
+    out = torch.empty_like(x)
+    error = Machine(SOURCE, reverse).run(KERNEL, [x, out, blocks, FAULTS.index(fault)])
+    assert error == 0
+    return out
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_right_kernel_runs_in_either_order_of_threads(reverse):
+    x = torch.randn(128)
+    assert torch.equal(run("kNone", reverse, x=x), x + x.view(2, 64).roll(-1, 1).flatten())
+
+
+EXPECTED = {
+    "kReadPastEnd": r"block \(1,0,0\) thread \(63,0,0\): read of 4 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+",
+    "kReadBefore": r"block \(0,0,0\) thread \(0,0,0\): read of 4 bytes 4 bytes before the start of x \(512 bytes\) at faults.cu:\d+$",
+    "kFarRead": r"thread \(0,0,0\): read of 4 bytes outside every allocation at faults.cu:\d+$",
+    "kStraddle": r"block \(1,0,0\) thread \(63,0,0\): read of 4 bytes across the end of x at faults.cu:\d+$",
+    "kWritePastEnd": r"block \(1,0,0\) thread \(63,0,0\): write of 4 bytes 0 bytes past the end of out",
+    "kWriteInput": r"write to x, which is an input at faults.cu:\d+$",
+    "kReadOutput": r"thread \(63,0,0\): read of byte 252 of out, which nobody has written at faults.cu:\d+$",
+    "kSkipOutput": r"8 of the 512 bytes of output out were never written",
+    "kSharedPastEnd": r"thread \(63,0,0\): write of 4 bytes 0 bytes past the end of shared memory \(256 bytes\)",
+    "kSharedUnwritten": r"read of 4 bytes 0 bytes past the end of shared memory \(256 bytes\)",
+    "kSharedStale": r"block \(1,0,0\) thread \(63,0,0\): read of byte 252 of shared memory, which nobody has written",
+    "kMissingBarrier": r"read of byte 4 of shared memory, which nobody has written",
+    "kEarlyReturn": r"divergent barrier: threads 0-31 waiting at __syncthreads \(faults.cu:\d+\); threads 32-63 exited",
+    "kTwoPlaces": r"thread \(32,0,0\): divergent barrier: __syncthreads at faults.cu:\d+, but thread 0 came to the one at faults.cu:\d+",
+    "kNamedShort": r"barrier 1 of 96 threads in a block of 64",
+    "kNamedCounts": r"divergent barrier 1: 32 threads expected here, 64 by thread 0",
+    "kNamedUneven": r"barrier 1 of 33 threads: not a multiple of 32",
+    "kNamedId": r"barrier 16: a block has barriers 0 to 15",
+    "kSpin": r"thread \(0,0,0\): deadlock: 20000000 accesses without waiting",
+    "kShuffle32": r"__shfl_xor_sync: 32 is not in 0 to 31",
+    "kLaneOutsideMask": r"warp collective reads lane 8, which mask 0x000000ff does not name",
+    "kNotInMask": r"thread \(8,0,0\): __shfl_sync: lane 8 is not in its own mask 0x000000ff",
+    "kDivergentWarp": r"deadlock: threads 0-15 exited; threads 16-31 waiting at __shfl_sync of lanes 0xffffffff",
+    "kDifferentCollectives": r"divergent warp: __shfl_down_sync at faults.cu:\d+, but thread 0 came to __shfl_xor_sync at faults.cu:\d+",
+    "kMissingLane": r"deadlock: threads 0-6 waiting at __shfl_sync of lanes 0xffffffff \(faults.cu:\d+\); thread 7 exited",
+    "kLastWarp": r"mask 0xffffffff names lanes that the block's last warp of 16 threads does not have",
+    "kMisaligned": r"vector access to an address that is no multiple of 16 bytes",
+    "kTooManyThreads": r"block \(1025,1,1\), 256 bytes of shared memory: beyond a GPU's limits",
+    "kTooMuchShared": r"233472 bytes of shared memory: beyond a GPU's limits",
+}
+
+
+def test_every_fault_is_in_the_table():
+    assert EXPECTED.keys() == set(FAULTS) - {"kNone"}
+
+
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_planted_fault(fault):
+    with pytest.raises(EmulatorError, match=EXPECTED[fault]) as caught:
+        run(fault)
+    assert "\n" not in str(caught.value) and "@+" not in str(caught.value)
+    assert run("kNone").isfinite().all()  # and the next launch is not disturbed
+
+
+def test_a_missing_barrier_is_found_in_both_orders():
+    """Each order hides some: here thread 0 reads its right neighbour, and in reverse thread 63 reads thread 0."""
+    with pytest.raises(EmulatorError, match=r"thread \(63,0,0\): read of byte 0 of shared memory, which nobody has written"):
+        run("kMissingBarrier", reverse=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_named_barriers_of_a_producer_and_a_consumer(reverse):
+    x, out = torch.randn(64), torch.empty(64)
+    assert Machine(SOURCE, reverse).run(Kernel("producer_consumer", {"x": IN, "out": OUT}), [x, out]) == 0
+    assert torch.equal(out, 2 * x)
+
+
+def row_bits(f):
+    """The bits of floats, with one NaN."""
+    return torch.where(f.isnan(), float("nan"), f).view(torch.int32)
+
+
+def lanes(x, index):
+    """Each warp's values at `index` [32] of the warp."""
+    return x.view(2, 32)[:, index].flatten()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_collectives_atomics_and_conversions(rng, reverse):
+    """Against the CUDA programming guide's definitions, written with tensors."""
+    x = torch.randn(64, generator=rng) * torch.exp2(torch.randint(-20, 20, (64,), generator=rng))
+    x[:6] = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1 + 2**-8, 1 + 3 * 2**-8])  # the last two are ties of bf16
+    k = torch.randint(-5, 6, (64,), generator=rng, dtype=torch.int32)
+    f, i, counters = torch.empty(10, 64), torch.empty(8, 64, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    kernel = Kernel("instructions", {"x": IN, "k": IN, "f": OUT, "i": OUT, "counters": OUT})
+    assert Machine(SOURCE, reverse).run(kernel, [x, k, f, i, counters]) == 0
+    lane = torch.arange(32)
+    down8, up8 = lane + 3, lane - 3
+    want = torch.stack([
+        lanes(x, torch.full((32,), 3)), lanes(x, lane // 8 * 8 + 3), lanes(x, lane ^ 5),
+        lanes(x, torch.where(lane + 3 < 32, lane + 3, lane)), lanes(x, torch.where(lane >= 3, lane - 3, lane)),
+        lanes(x, torch.where(down8 // 8 == lane // 8, down8, lane)), lanes(x, torch.where(up8 // 8 == lane // 8, up8, lane)),
+        x.bfloat16().float(), f[8], lanes(x, torch.where(lane < 16, lane ^ 1, lane ^ 2)),
+    ])
+    assert (row_bits(f) == row_bits(want)).all(1).tolist() == [True] * 10
+    root = (x.double().square() + 1).rsqrt()
+    torch.testing.assert_close(f[8].double(), root, rtol=3 * 2**-24, atol=0, equal_nan=True)  # square and sum halve under the root
+    warps = k.view(2, 32).long()
+    ballot = ((warps > 0).long() << lane).sum(1).to(torch.int32)  # wraps as the GPU's 32 bits do
+    unsigned_max = (warps % 2**32).amax(1).to(torch.int32)
+    per_warp = torch.stack([ballot, (warps == 5).any(1).int(), (warps < 5).all(1).int(), warps.sum(1).int(), warps.amax(1).int(),
+                            warps.amin(1).int(), unsigned_max])
+    assert torch.equal(i[:7], per_warp.repeat_interleave(32, 1).int()) and torch.equal(i[7], x.view(torch.int32))
+    assert counters.tolist() == [64, max(0, int(k.max())), min(0, int(k.min())), int(k.sum())]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_coordinates_in_three_dimensions(reverse):
+    out = torch.empty(12 * 30, dtype=torch.int32)
+    assert Machine(SOURCE, reverse).run(Kernel("numbering", {"out": OUT}), [out]) == 0
+    assert torch.equal(out.view(12, 30), (torch.arange(12)[:, None] * 1000 + torch.arange(30)).int())
