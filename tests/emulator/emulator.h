@@ -37,7 +37,8 @@ extern dim3 thread_index, block_index, block_size, grid_size;
 void* shared_memory();
 unsigned linear_thread();
 void barrier(int id, unsigned threads, bool wait, bool all, const char* file, int line);
-void exchange(unsigned mask, const void* value, unsigned size, void* lanes, const char* what, const char* file, int line);
+void exchange(unsigned mask, const void* value, unsigned size, void* lanes, bool orders_memory, const char* what, const char* file, int line);
+void set_atomic(bool);
 void launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*), const void* closure, size_t closure_bytes);
 cudaError_t last_error();
 void check_aligned(const void* address, unsigned alignment);
@@ -66,11 +67,11 @@ template <class T> struct Lanes {
     }
 };
 
-template <class T> Lanes<T> gather(unsigned mask, T value, const char* what, const char* file, int line) {
+template <class T> Lanes<T> gather(unsigned mask, T value, const char* what, const char* file, int line, bool orders_memory = false) {
     static_assert(sizeof(T) <= 16, "a warp collective moves at most 16 bytes a lane");
     Lanes<T> all;
     all.mask = mask;
-    exchange(mask, &value, sizeof value, all.value, what, file, line);
+    exchange(mask, &value, sizeof value, all.value, orders_memory, what, file, line);
     return all;
 }
 
@@ -100,9 +101,9 @@ inline void __syncthreads(EMU_SITE) { emu::barrier(0, 0, true, true, file, line)
 inline void bar_sync(int id, int threads, EMU_SITE) { emu::barrier(id, threads, true, false, file, line); }
 inline void bar_arrive(int id, int threads, EMU_SITE) { emu::barrier(id, threads, false, false, file, line); }
 
-// Warp collectives
+// Warp collectives. Of these only __syncwarp orders the lanes' accesses to memory.
 constexpr int warpSize = 32;
-inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) { emu::gather(mask, 0, "__syncwarp", file, line); }
+inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) { emu::gather(mask, 0, "__syncwarp", file, line, true); }
 
 template <class T> T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMU_SITE) {
     emu::check_shuffle("__shfl_sync", source, width);
@@ -149,8 +150,15 @@ EMU_REDUCE(__reduce_min_sync, int, a < b ? a : b)
 #undef EMU_REDUCE
 
 // Atomics: a thread is switched only where it waits, so plain code is atomic. They return the old value.
+namespace emu {
+struct Atomic {  // within it, an access is no race with other atomics
+    Atomic() { set_atomic(true); }
+    ~Atomic() { set_atomic(false); }
+};
+}  // namespace emu
 #define EMU_ATOMIC(name, expression)                             \
     template <class T> T name(T* address, T value) {             \
+        emu::Atomic atomic;                                      \
         T old = *address;                                        \
         *address = expression;                                   \
         return old;                                              \
@@ -162,6 +170,7 @@ EMU_ATOMIC(atomicOr, old | value)
 EMU_ATOMIC(atomicExch, value)
 #undef EMU_ATOMIC
 template <class T> T atomicCAS(T* address, T expected, T value) {
+    emu::Atomic atomic;
     T old = *address;
     if (old == expected) *address = value;
     return old;

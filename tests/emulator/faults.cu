@@ -4,6 +4,7 @@
 enum Fault {
     kNone, kReadPastEnd, kReadBefore, kWritePastEnd, kWriteInput, kReadOutput, kSkipOutput, kFarRead, kStraddle,          // global memory
     kSharedPastEnd, kSharedUnwritten, kSharedStale,                                                                    // shared memory
+    kRaceWrites, kRaceReadThenWrite, kRaceShuffle, kRaceAtomic, kRaceAtomicAfterPlain, kRaceNamed,                       // races
     kMissingBarrier, kEarlyReturn, kTwoPlaces, kNamedShort, kNamedCounts, kNamedUneven, kNamedId, kSpin,               // barriers
     kShuffle32, kLaneOutsideMask, kNotInMask, kDivergentWarp, kDifferentCollectives, kMissingLane, kLastWarp,          // warps
     kMisaligned, kTooManyThreads, kTooMuchShared,                                                                      // launch
@@ -21,7 +22,7 @@ __global__ void neighbours(const float* x, float* out, int fault) {
     if (fault == kStraddle) row[t] = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(x + t) + 2);
     if (fault == kReadPastEnd) row[t] = x[t + 1];
     else row[t] = x[t];
-    if (fault == kSharedPastEnd) row[t + 1] = x[t];
+    if (fault == kSharedPastEnd && t == n - 1) row[t + 1] = x[t];
     if (fault == kEarlyReturn && t >= 32) return;
     if (fault == kTwoPlaces && t >= 32) __syncthreads();
     else if (fault != kMissingBarrier) __syncthreads();
@@ -38,6 +39,40 @@ __global__ void stale(float* out) {
     if (blockIdx.x == 0) row[threadIdx.x] = 1;
     __syncthreads();
     out[blockIdx.x * blockDim.x + threadIdx.x] = row[threadIdx.x];
+}
+
+// Each step is right but for one missing order; values are never wrong on this machine, so only the race itself can be found.
+__global__ void races(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    const int t = threadIdx.x, n = blockDim.x, next = t / 32 * 32 + (t + 1) % 32;
+    x += blockIdx.x * n;
+    out += blockIdx.x * n;
+    row[t] = 7;
+    __syncthreads();
+    if (fault == kRaceWrites ? t < 2 : t == 0) row[0] = 8;  // two threads write the same value
+    __syncthreads();
+    float seen = row[(t + 32) % n];
+    if (fault != kRaceReadThenWrite) __syncthreads();  // or a value may be replaced before another thread has read it
+    row[t] = x[t];
+    if (fault == kRaceShuffle) seen += 0 * __shfl_xor_sync(~0u, seen, 1);  // exchanges values, and orders no memory
+    else __syncwarp();
+    float neighbour = row[next];
+    __syncthreads();
+    if (t == 0) row[0] = 0;
+    if (fault == kRaceAtomicAfterPlain) __syncwarp();  // which says nothing to the second warp
+    else __syncthreads();
+    atomicAdd(&row[0], 1.0f);
+    if (fault != kRaceAtomic) __syncthreads();
+    float count = fault != kRaceAtomic || t == n - 1 ? row[0] : float(n);  // the last thread sees all, here
+    // The first warp replaces what the second has read, and waits for it at a named barrier; the wrong one waits before the read.
+    if (t >= 32 && fault == kRaceNamed) bar_arrive(2, 64);
+    if (t >= 32) seen = row[t - 32];
+    if (t >= 32 && fault != kRaceNamed) bar_arrive(2, 64);
+    if (t < 32) {
+        bar_sync(2, 64);
+        row[t] = 5;
+    }
+    out[t] = neighbour + count - n + (seen > 1e30f);  // n atomics have added one each
 }
 
 // Two warps: the first produces, the second consumes, through named barriers that they reach in different places.
@@ -79,7 +114,8 @@ __global__ void collectives(const float* x, float* out, int fault) {
 
 extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStream_t stream) {
     const int n = 64, bytes = n * sizeof(float);
-    if (fault == kSharedStale) LAUNCH(stale, dim3(blocks), dim3(n), bytes, stream, out);
+    if (fault >= kRaceWrites && fault <= kRaceNamed) LAUNCH(races, dim3(blocks), dim3(n), bytes, stream, x, out, fault);
+    else if (fault == kSharedStale) LAUNCH(stale, dim3(blocks), dim3(n), bytes, stream, out);
     else if (fault >= kNamedShort && fault <= kNamedId) LAUNCH(named, dim3(1), dim3(n), bytes, stream, x, out, fault);
     else if (fault == kSpin) LAUNCH(spin, dim3(1), dim3(n), 0, stream, x, out);
     else if (fault == kLastWarp) LAUNCH(collectives, dim3(1), dim3(48), 0, stream, x, out, fault);
@@ -90,7 +126,12 @@ extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStr
     return cudaGetLastError();
 }
 
-// The right form of the named barriers.
+// The right forms of the races and of the named barriers.
+extern "C" int ordered(const float* x, float* out, int blocks, cudaStream_t stream) {
+    LAUNCH(races, dim3(blocks), dim3(64), 64 * sizeof(float), stream, x, out, int(kNone));
+    return cudaGetLastError();
+}
+
 extern "C" int producer_consumer(const float* x, float* out, cudaStream_t stream) {
     LAUNCH(named, dim3(1), dim3(64), 64 * sizeof(float), stream, x, out, int(kNone));
     return cudaGetLastError();

@@ -38,13 +38,35 @@ struct Fiber {
     std::string reason;
 };
 
-struct Barrier { unsigned arrived = 0, expected = 0; uint64_t generation = 0; const char* file = nullptr; int line = 0; unsigned first = 0; };
+// A vector clock: entry u is the last stretch of thread u (from one release to the next) that is known to be over. Empty: nothing known.
+using Clock = std::vector<uint32_t>;
+void join(Clock& into, const Clock& from) {
+    if (into.empty()) { into = from; return; }
+    for (size_t i = 0; i < from.size(); i++)
+        if (from[i] > into[i]) into[i] = from[i];
+}
+
+struct Access { unsigned thread; uint32_t stretch; bool atomic; unsigned long place; };
+struct SharedByte {             // who touched it last
+    std::vector<Access> writes;  // the last plain one, and atomic ones since
+    std::vector<Access> reads;   // those that no later access is ordered after
+};
+
+struct Barrier {
+    unsigned arrived = 0, expected = 0;
+    uint64_t generation = 0;
+    const char* file = nullptr;
+    int line = 0;
+    unsigned first = 0;
+    Clock known[2];  // by generation, as the next may begin before all have left
+};
 
 struct Meeting {  // the lanes of one mask of one warp
     uint64_t generation = 0;
     unsigned arrived = 0, first = 0;
     const char *what = nullptr, *file = nullptr;
     int line = 0;
+    Clock known[2];
     unsigned char value[2][32][16];  // two, because a fast lane may bring its next value before a slow one has read
 };
 
@@ -52,6 +74,8 @@ struct Block {
     std::vector<Fiber> fibers;
     Barrier barriers[16];
     std::vector<std::map<unsigned, Meeting>> warps;
+    std::vector<Clock> clocks;           // a thread; empty where there is no shared memory to watch
+    std::vector<SharedByte> bytes;
 };
 
 std::vector<Region> regions;       // global memory, registered by the host before the call
@@ -68,6 +92,7 @@ const char* kernel_name = "";
 std::string error;
 cudaError_t status = cudaSuccess;
 bool reverse = false;
+bool in_atomic = false;
 long accesses = 0;
 
 std::string format(const char* text, va_list list) {
@@ -89,6 +114,40 @@ void wait(const uint64_t* generation, std::string reason) {
     current->seen = *generation;
     current->reason = std::move(reason);
     swapcontext(&current->context, &scheduler);
+}
+
+// The current thread tells what it knows (and begins a new stretch), or learns what the others told.
+void release(Clock& known) {
+    if (block->clocks.empty()) return;
+    Clock& mine = block->clocks[current->linear];
+    join(known, mine);
+    mine[current->linear]++;
+}
+void acquire(const Clock& known) {
+    if (!block->clocks.empty()) join(block->clocks[current->linear], known);
+}
+
+// Two accesses of one byte of shared memory, one of them a write, with no barrier between them.
+void check_race(size_t byte, bool write, unsigned long place) {
+    unsigned me = current->linear;
+    const Clock& mine = block->clocks[me];
+    SharedByte& b = block->bytes[byte];
+    auto ordered = [&](const Access& a) { return a.thread == me || mine[a.thread] >= a.stretch; };
+    auto conflicts = [&](const std::vector<Access>& accesses, const char* what) {
+        for (auto& a : accesses)
+            if (!ordered(a) && !(a.atomic && in_atomic))
+                fail("%s of byte %zu of shared memory, which thread %u %s with no barrier between: @+0x%lx, @+0x%lx", write ? "write" : "read",
+                     byte, a.thread, what, place, a.place);
+    };
+    conflicts(b.writes, "wrote");
+    if (write) conflicts(b.reads, "read");
+    if (write && !in_atomic) b.writes.clear(), b.reads.clear();  // all of them are ordered before this one
+    auto& list = write ? b.writes : b.reads;
+    size_t kept = 0;
+    for (auto& a : list)
+        if (!ordered(a) || (write && !a.atomic)) list[kept++] = a;  // an atomic write leaves the plain one in the list
+    list.resize(kept);
+    list.push_back({me, mine[me], in_atomic, place});
 }
 
 void thread_main() {
@@ -125,6 +184,12 @@ void prepare_block(size_t shared_bytes) {
     block->warps.resize((n + 31) / 32);
     memset(reinterpret_cast<void*>(shared.begin), kPoison, shared_bytes);
     shared.written.assign(shared_bytes, false);
+    in_atomic = false;
+    if (shared_bytes) {
+        block->bytes.resize(shared_bytes);
+        block->clocks.assign(n, Clock(n, 0));
+        for (unsigned i = 0; i < n; i++) block->clocks[i][i] = 1;
+    }
     for (unsigned i = 0; i < n; i++) {
         Fiber& f = block->fibers[i];
         f.linear = i;
@@ -197,7 +262,10 @@ void check(const void* address, size_t size, bool write, const void* pc) {
     if (++accesses > kSpin) fail("deadlock: %ld accesses without waiting or ending: a loop on a flag that no other thread can set?", kSpin);
     if (a >= stack && a + size <= stack + kStack) return;
     auto offset = static_cast<unsigned long>(static_cast<const char*>(pc) - &__ehdr_start);
-    if (check_region(shared, a, size, write, offset)) return;
+    if (check_region(shared, a, size, write, offset)) {
+        for (size_t i = 0; i < size; i++) check_race(a - shared.begin + i, write, offset);
+        return;
+    }
     for (auto& r : regions) if (check_region(r, a, size, write, offset)) return;
     if (!write) {  // the kernel's arguments, and constants of the object
         auto c = reinterpret_cast<uintptr_t>(closure), image = reinterpret_cast<uintptr_t>(&__ehdr_start);
@@ -219,6 +287,7 @@ void fail(const char* text, ...) {
     __builtin_unreachable();
 }
 
+void set_atomic(bool value) { in_atomic = value; }
 void* shared_memory() { return reinterpret_cast<void*>(shared.begin); }
 unsigned linear_thread() { return current->linear; }
 cudaError_t last_error() { cudaError_t result = status; status = cudaSuccess; return result; }
@@ -238,12 +307,16 @@ void barrier(int id, unsigned threads, bool blocking, bool all, const char* file
     if (all && (b.line != line || strcmp(b.file, file)))
         fail("divergent barrier: __syncthreads at %s:%d, but thread %u came to the one at %s:%d", base_name(file), line, b.first,
              base_name(b.file), b.line);
-    if (++b.arrived == threads) { b.arrived = 0; b.generation++; return; }
-    if (blocking)
+    Clock& known = b.known[b.generation & 1];
+    if (b.arrived == 0) known.clear();
+    release(known);
+    if (++b.arrived == threads) { b.arrived = 0; b.generation++; }
+    else if (blocking)
         wait(&b.generation, (all ? std::string("__syncthreads") : say("barrier %d of %u threads", id, threads)) + say(" (%s:%d)", base_name(file), line));
+    if (blocking) acquire(known);
 }
 
-void exchange(unsigned mask, const void* value, unsigned size, void* lanes, const char* what, const char* file, int line) {
+void exchange(unsigned mask, const void* value, unsigned size, void* lanes, bool orders_memory, const char* what, const char* file, int line) {
     unsigned me = current->linear % 32;
     if (!(mask >> me & 1)) fail("%s: lane %u is not in its own mask 0x%08x", what, me, mask);
     unsigned first_thread = current->linear / 32 * 32, present = unsigned(block->fibers.size()) - first_thread;
@@ -254,9 +327,13 @@ void exchange(unsigned mask, const void* value, unsigned size, void* lanes, cons
         fail("divergent warp: %s at %s:%d, but thread %u came to %s at %s:%d", what, base_name(file), line, m.first, m.what, base_name(m.file), m.line);
     auto& buffer = m.value[m.generation & 1];
     memcpy(buffer[me], value, size);
+    Clock& known = m.known[m.generation & 1];
+    if (!m.arrived) known.clear();
+    if (orders_memory) release(known);
     m.arrived |= 1u << me;
     if (m.arrived == mask) { m.arrived = 0; m.generation++; }
     else wait(&m.generation, say("%s of lanes 0x%08x (%s:%d)", what, mask, base_name(file), line));
+    if (orders_memory) acquire(known);
     for (int i = 0; i < 32; i++)
         if (mask >> i & 1) memcpy(static_cast<char*>(lanes) + i * size, buffer[i], size);
         else memset(static_cast<char*>(lanes) + i * size, kPoison, size);

@@ -29,6 +29,8 @@ def test_a_right_kernel_runs_in_either_order_of_threads(reverse):
     assert torch.equal(run("kNone", reverse, x=x), x + x.view(2, 64).roll(-1, 1).flatten())
 
 
+# Which of the two comes second is the order of threads.
+RACE = r"(read|write) of byte \d+ of shared memory, which thread \d+ (read|wrote) with no barrier between: at .*:\d+, at .*:\d+$"
 EXPECTED = {
     "kReadPastEnd": r"block \(1,0,0\) thread \(63,0,0\): read of 4 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+",
     "kReadBefore": r"block \(0,0,0\) thread \(0,0,0\): read of 4 bytes 4 bytes before the start of x \(512 bytes\) at faults.cu:\d+$",
@@ -41,6 +43,12 @@ EXPECTED = {
     "kSharedPastEnd": r"thread \(63,0,0\): write of 4 bytes 0 bytes past the end of shared memory \(256 bytes\)",
     "kSharedUnwritten": r"read of 4 bytes 0 bytes past the end of shared memory \(256 bytes\)",
     "kSharedStale": r"block \(1,0,0\) thread \(63,0,0\): read of byte 252 of shared memory, which nobody has written",
+    "kRaceWrites": r"write of byte 0 of shared memory, which thread \d+ wrote with no barrier between: at faults.cu:\d+, at faults.cu:\d+$",
+    "kRaceReadThenWrite": RACE,
+    "kRaceShuffle": RACE,
+    "kRaceAtomic": RACE,
+    "kRaceAtomicAfterPlain": RACE,
+    "kRaceNamed": RACE,
     "kMissingBarrier": r"read of byte 4 of shared memory, which nobody has written",
     "kEarlyReturn": r"divergent barrier: threads 0-31 waiting at __syncthreads \(faults.cu:\d+\); threads 32-63 exited",
     "kTwoPlaces": r"thread \(32,0,0\): divergent barrier: __syncthreads at faults.cu:\d+, but thread 0 came to the one at faults.cu:\d+",
@@ -78,6 +86,20 @@ def test_a_missing_barrier_is_found_in_both_orders():
     """Each order hides some: here thread 0 reads its right neighbour, and in reverse thread 63 reads thread 0."""
     with pytest.raises(EmulatorError, match=r"thread \(63,0,0\): read of byte 0 of shared memory, which nobody has written"):
         run("kMissingBarrier", reverse=True)
+
+
+@pytest.mark.parametrize("fault", [f for f in EXPECTED if f.startswith("kRace")])
+def test_a_race_is_found_in_reverse_too(fault):
+    with pytest.raises(EmulatorError, match="with no barrier between"):
+        run(fault, reverse=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_barriers_syncwarp_atomics_and_named_barriers_order_accesses(reverse):
+    """The kernel of the planted races with none of them."""
+    x, out = torch.randn(128), torch.empty(128)
+    assert Machine(SOURCE, reverse).run(Kernel("ordered", {"x": IN, "out": OUT, "blocks": int}), [x, out, 2]) == 0
+    assert torch.equal(out, x.view(4, 32).roll(-1, 1).flatten() + 64 - 64)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
