@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "reference": {"reference"},
     "encoding": {"encoding"},
-    "dsv4/ops": {"dsv4.ops", "dsv4.formats", "dsv4.errors"},
+    "dsv4/ops": {"dsv4.ops", "dsv4.formats", "dsv4.errors", "dsv4.kernels"},
+    "dsv4/kernels": {"dsv4.kernels", "dsv4.errors"},
     "dsv4/layers": {"dsv4.layers", "dsv4.ops", "dsv4.cache", "dsv4.checkpoint", "dsv4.config", "dsv4.errors", "dsv4.formats"},
     "dsv4/formats.py": set(),
     "dsv4/config.py": {"dsv4.errors"},
