@@ -5,7 +5,7 @@ Read it top to bottom: arguments, prompt, the story (`generate`), and then its p
 prefill and decode, answer, report. What is not the story lives in `dsv4` (the model) and `encoding` (messages <-> text). Standard output
 carries the answer and nothing else; everything else goes to standard error.
 
-Exit codes: 0 done; 1 the reader of standard output went away; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit;
+Exit codes: 0 done; 1 standard output cannot be written; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit;
 130 interrupted.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 # torch and the layers are imported where they are first used: --help and argument errors answer at once.
 from dsv4.errors import UserError
-from dsv4.terminal import Interrupt, progress_bar
+from dsv4.terminal import Interrupt, progress_bar, say
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "tiny"
 
@@ -61,8 +61,8 @@ def token_ids(text: str) -> list[int]:
 def layer_range(text: str) -> tuple[int, int]:
     """An argument type: A:B, the layers A to B - 1."""
     first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f"expected A:B with A < B, the layers A to B - 1, found {text!r}")
+    if len(text) > 20 or not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"expected A:B with A < B, the layers A to B - 1, found {text[:40]!r}")
     return int(first), int(last)
 
 
@@ -99,7 +99,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--seed", metavar="N", type=whole(0, 2**63 - 1), help="makes sampling repeatable")
     g = p.add_argument_group("output")
     g.add_argument("--json", action="store_true", help="one JSON object on standard output instead of the stream")
-    g.add_argument("--dump-logits", metavar="FILE", type=Path,
+    g.add_argument("--dump-logits", metavar="FILE",
                    help="safetensors: token_ids [n], logits [n, vocab]; row i is the prediction after token i")
     args = p.parse_args(argv)
     check_arguments(p, args)
@@ -122,15 +122,19 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             if given:
                 p.error(f"{flag} does not go with {'--messages' if args.messages else '--prompt-ids' if args.prompt_ids else '--raw'}")
     if args.dump_logits is not None:
+        name, path = args.dump_logits[:100], Path(os.path.realpath(args.dump_logits))  # a link is followed, not replaced
+        if args.inspect or args.print_prompt:
+            p.error(f"--dump-logits does not go with {'--inspect' if args.inspect else '--print-prompt'}: no tokens are run")
+        if not os.path.basename(args.dump_logits):
+            p.error(f"--dump-logits: expected a file name, found {name!r}")
         try:
-            args.dump_logits = path = args.dump_logits.resolve()  # a link is followed, not replaced
             if path.exists() and not path.is_file():
                 raise OSError(errno.EEXIST, "is there and is not a regular file")
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         except OSError as error:
-            name = str(args.dump_logits)[:100]
             p.error(f"--dump-logits: {name} cannot be written: {error.strerror}: give a file name in a writable folder")
+        args.dump_logits = path
 
 
 # --------------------------------------------------------------------------------------------------------------- prompt
@@ -227,10 +231,15 @@ def encode(tokenizer, prompt) -> list[int]:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """The story: prompt, plan, load, prefill, decode, report."""
+    """Reads the prompt, where Ctrl-C just stops, and runs it, where Ctrl-C asks and what there is is kept."""
     started = time.perf_counter()  # the first token's time counts from here, imports included
     prompt = render_prompt(args)
-    interrupt = Interrupt()  # from here on Ctrl-C asks; while the prompt was read it just stopped
+    with Interrupt() as interrupt:
+        return run_prompt(args, prompt, interrupt, started)
+
+
+def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: float) -> int:
+    """The story: checkpoint, ids, plan, load, prefill, decode, report."""
     from dsv4.checkpoint import Checkpoint  # brings torch
     from dsv4.errors import CheckpointError
     from dsv4.sampler import Sampler, generation_defaults
@@ -245,14 +254,14 @@ def generate(args: argparse.Namespace) -> int:
     except UserError as error:
         raise error if prompt is None else CheckpointError(f"{args.model / 'tokenizer.json'}: {error}: it is another model's") from None
     if unknown := checkpoint.audit().unknown:
-        print(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect", file=sys.stderr)
+        say(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect")
     plan, numerics = plan_run(args, checkpoint, len(ids))
 
     from dsv4 import runtime
 
     if args.layers:
         layers = checkpoint.config.num_hidden_layers
-        print(f"partial model: layers {plan.layers[0]} to {plan.layers[-1]} of {layers}: the text means nothing", file=sys.stderr)
+        say(f"partial model: layers {plan.layers[0]} to {plan.layers[-1]} of {layers}: the text means nothing")
     finish, exit_code, failure = "interrupt", 130, None
     thinking = tokenizer is not None and tokenizer.decode(ids[-1:]) == "<think>"
     answer = Answer(tokenizer, eos, thinking=thinking, raw=args.raw, quiet=args.json)
@@ -270,7 +279,7 @@ def generate(args: argparse.Namespace) -> int:
         if run.rows is not None and exit_code == 0:
             run.last_row(answer.ids)
     except Interrupt.Stop:
-        exit_code = 130
+        finish, exit_code = "interrupt", 130
     except UserError as error:  # what was generated before it is kept
         finish, exit_code, failure = "error", error.exit_code, str(error)
     answer.close()
@@ -281,14 +290,16 @@ def generate(args: argparse.Namespace) -> int:
             exit_code, failure = exit_code or error.exit_code, failure or str(error)
     timing = run.timing if run else {}
     memory = runtime.peak_bytes([d.device for d in plan.devices])
-    if args.json:
+    if args.json and answer.broken is None:
         result = {"model": str(args.model), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text, "message": answer.message,
                   "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "memory": memory}
         print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
     if failure is None or answer.ids:
-        print(report(timing, memory, finish), file=sys.stderr)
+        say(report(timing, memory, finish))
     if failure is not None:
-        print(f"error: {failure}", file=sys.stderr)
+        say(f"error: {failure}")
+    if answer.broken is not None:
+        raise answer.broken
     return exit_code
 
 
@@ -322,13 +333,18 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
     runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
     devices = runtime.resolve_devices(args.devices)
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
-    plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=min(args.prefill_chunk, prompt_tokens),
-                     dtype=dtype, free_bytes=runtime.free_bytes, auto=args.devices == "auto")
-    rows = 4 * context * config.vocab_size
-    free = runtime.free_bytes(torch.device("cpu")) - sum(d.needed for d in plan.devices if d.device.type == "cpu")
-    if args.dump_logits is not None and rows > free:
-        raise DoesNotFit(f"--dump-logits: {context} rows of {config.vocab_size} numbers need {rows / 2**30:.2f} GiB of host memory, "
-                         f"{free / 2**30:.2f} GiB are free beside the model: give a shorter prompt or fewer --max-new-tokens")
+    dump = 0 if args.dump_logits is None else 4 * context * config.vocab_size
+
+    def free_bytes(device):  # the rows to dump are kept on the host
+        return runtime.free_bytes(device) - (dump if device.type == "cpu" else 0)
+
+    left = free_bytes(torch.device("cpu"))
+    if left < 0:
+        raise DoesNotFit(f"--dump-logits: {context} rows of {config.vocab_size} numbers need {dump / 2**30:.2f} GiB of host memory, "
+                         f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or fewer --max-new-tokens")
+    chunk = min(args.prefill_chunk, prompt_tokens)
+    plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=chunk, dtype=dtype, free_bytes=free_bytes,
+                     auto=args.devices == "auto", logit_rows=chunk if dump else 1)
     numerics = Numerics(dtype=dtype, kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised,
                         activations="bf16" if args.activations == "auto" else args.activations)
     return plan, numerics
@@ -398,7 +414,7 @@ class Run:
                 answer.push(self.sampler(logits))
                 if answer.ids[-1] in answer.eos:
                     return "stop"
-                if self.interrupt.asked:
+                if self.interrupt.asked or answer.broken:
                     return "interrupt"
                 if self.cache.position >= self.cache.context:
                     break
@@ -449,6 +465,7 @@ class Answer:
         self.tokenizer, self.eos, self.raw, self.quiet = tokenizer, eos, raw, quiet
         self.ids: list[int] = []
         self.text, self._reasoning_open, self._wrote = "", False, False
+        self.broken: OSError | None = None  # why standard output takes no more; what else there is to do is done first
         self.detokenizer = tokenizer.detokenizer() if tokenizer else None
         self.parser = encoding.StreamParser(thinking)
         self.dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
@@ -497,10 +514,17 @@ class Answer:
                 self._write(sys.stdout, event.text)
 
     def _write(self, stream, text):
-        if text and not self.quiet:
-            self._wrote |= stream is sys.stdout
-            stream.write(text)
-            stream.flush()
+        if not text or self.quiet:
+            return
+        if stream is sys.stderr:
+            say(text, end="")
+        elif self.broken is None:
+            try:
+                stream.write(text)
+                stream.flush()
+                self._wrote = True
+            except OSError as error:
+                self.broken = error
 
 
 # -------------------------------------------------------------------------------------------------------------- report
@@ -536,15 +560,15 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except OSError as error:  # every other file is handled where it is opened: this is standard output
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not fail on it again
-            if not isinstance(error, BrokenPipeError):  # a reader that went away needs no telling
-                print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        if not isinstance(error, BrokenPipeError):  # a reader that went away needs no telling
+            say(f"error: standard output cannot be written: {error.strerror}")
         return 1
 
 

@@ -86,14 +86,15 @@ class Model:
             finite[f"layer {number} ({self.config.kind(number)})"] = X.isfinite().all()
             if self.on_layer is not None:
                 self.on_layer(number, X)
-        cache.position += len(ids)
+        end = cache.position + len(ids)
         out = None if logits == "none" else self.head(X if logits == "all" else X[-1:])
         # What is not finite in the streams stays so to the last layer: one look, and only then at which layer it began.
         fine = X.isfinite().all()
         if not (fine if out is None else fine & out.isfinite().all()):
             where = next((name for name, ok in finite.items() if not ok), "the head")
-            raise CheckpointError(f"non-finite logits after {cache.position} tokens: expected finite numbers, {where} made the first that "
+            raise CheckpointError(f"non-finite logits after {end} tokens: expected finite numbers, {where} made the first that "
                                   "are not: its weights are corrupt, or activations overflow; helpers/compare_oracle.py looks inside")
+        cache.position = end  # only now: a refused or interrupted call counts no tokens
         return out if out is None or logits == "all" else out[0]
 
     def _check(self, ids, cache):

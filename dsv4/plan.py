@@ -59,16 +59,18 @@ def layer_parameters(config: ModelConfig, layer: int) -> int:
 
 
 def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: range, context: int, chunk: int, dtype: torch.dtype,
-              free_bytes: Callable[[torch.device], int], auto: bool = False) -> Plan:
+              free_bytes: Callable[[torch.device], int], auto: bool = False, logit_rows: int = 1) -> Plan:
     """Contiguous runs of `layers` over `devices`, balanced by bytes; the embedding with the first, the head with the last.
 
     `auto` takes the fewest of the devices that suffice. Quantised weights are kept dequantised (fp32, the same values, faster) when
-    that takes at most half of what is free. Raises DoesNotFit with the device, the bytes needed and the bytes free.
+    that takes at most half of what is free. `logit_rows` rows of logits are made at once. Raises DoesNotFit with the device, the bytes
+    needed and the bytes free.
     """
     devices = devices[: len(layers)]
     tries = range(1, len(devices) + 1) if auto else (len(devices),)
     for count in tries:
-        shares = {keep: _shares(checkpoint, devices[:count], layers, context, chunk, dtype, free_bytes, keep) for keep in (True, False)}
+        shares = {keep: _shares(checkpoint, devices[:count], layers, context, chunk, dtype, free_bytes, keep, logit_rows)
+                  for keep in (True, False)}
         if all(2 * d.needed <= d.free for d in shares[True]):
             return Plan(tuple(layers), shares[True], context, True)
         if all(d.needed <= d.free for d in shares[False]):
@@ -79,7 +81,7 @@ def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: ra
                      "give more --devices, a smaller --context or fewer --layers")
 
 
-def _shares(checkpoint, devices, layers, context, chunk, dtype, free_bytes, keep):
+def _shares(checkpoint, devices, layers, context, chunk, dtype, free_bytes, keep, logit_rows):
     config = checkpoint.config
     ends = config.vocab_size * config.hidden_size
     expanded = {n: 4 * layer_parameters(config, n) for n in layers}
@@ -97,11 +99,11 @@ def _shares(checkpoint, devices, layers, context, chunk, dtype, free_bytes, keep
     return tuple(
         DevicePlan(device, tuple(run),
                    sum(weights[n] for n in run) + first * (i == 0) + last * (i == len(runs_devices) - 1),
-                   sum(caches[n] for n in run), largest + _scratch(config, context, chunk), free_bytes(device))
+                   sum(caches[n] for n in run), largest + _scratch(config, context, chunk, logit_rows), free_bytes(device))
         for i, (run, device) in enumerate(runs_devices))
 
 
-def _scratch(config, context, chunk):
+def _scratch(config, context, chunk, logit_rows):
     """What the torch definitions hold at once: scores of attention and indexer with their copies, the top-k's sort, a dequantised
     tile, a chunk's activations."""
     ratios = {r for r in config.compress_ratios if r}
@@ -112,7 +114,7 @@ def _scratch(config, context, chunk):
         scores = max(scores, 2 * min(INDEX_TILE, chunk * config.index_n_heads * entries) + 6 * chunk * entries)
     queries = chunk * config.num_attention_heads * config.head_dim
     streams = chunk * config.hc_mult * config.hidden_size
-    return 4 * (scores + LINEAR_TILE // 4 + 6 * queries + 6 * streams)
+    return 4 * (scores + LINEAR_TILE // 4 + 6 * queries + 6 * streams + logit_rows * config.vocab_size)
 
 
 def _gib(n):

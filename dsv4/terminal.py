@@ -1,20 +1,27 @@
-"""What a person at a terminal meets: Ctrl-C, and bars on standard error. Imports nothing heavy."""
+"""What a person at a terminal meets: Ctrl-C, standard error and its bars. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 
 
 class Interrupt:
-    """Ctrl-C once asks to stop: whoever works looks at `asked`, or calls `check`. Twice stops at once."""
+    """Within a with-block, Ctrl-C once asks to stop: whoever works looks at `asked`, or calls `check`. Twice stops at once."""
 
     class Stop(Exception):
         """Work was given up because the user asked."""
 
     def __init__(self):
         self.asked = False
-        signal.signal(signal.SIGINT, self._ask)
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self._before)
 
     def _ask(self, *_):
         self.asked = True
@@ -30,3 +37,10 @@ def progress_bar(total: int, what: str, unit: str, hidden: bool = False):
     from tqdm import tqdm
 
     return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=True if hidden else None, leave=False, file=sys.stderr)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Writes to standard error. Nobody reading it, or a full disk behind it, must not cost the answer."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text + end)
+        sys.stderr.flush()

@@ -276,6 +276,10 @@ def test_closed_pipe_is_quiet():
     (["--backend", "cuda", "a"], "--backend cuda: expected a kernel for every operation"),
     (["--dump-logits", "/no/such/folder/x", "a"], "--dump-logits: /no/such/folder/x cannot be written"),
     (["--raw", "--system", "s", "a"], "--system does not go with --raw"),
+    (["--inspect", "--dump-logits", "x"], "--dump-logits does not go with --inspect"),
+    (["--dump-logits", "new/", "a"], "--dump-logits: expected a file name, found 'new/'"),
+    (["--dump-logits", "", "a"], "--dump-logits: expected a file name, found ''"),
+    (["--layers", "0:" + "9" * 5000, "a"], "expected A:B with A < B"),
     (["--inspect", "a"], "--inspect does not go with PROMPT"),
     (["--inspect", "--print-prompt"], "--inspect does not go with --print-prompt"),
     (["--wrong-flag", "a"], "unrecognized arguments: --wrong-flag"),
@@ -365,7 +369,7 @@ def test_does_not_fit(run, monkeypatch):
 def test_logits_that_do_not_fit(run, monkeypatch, tmp_path):
     from dsv4 import runtime
 
-    monkeypatch.setattr(runtime, "free_bytes", lambda device: 5 * 2**30)
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: 3 * 2**30)
     code, out, err = run("--dump-logits", tmp_path / "x", "--context", 1000000, "a")
     assert code == 4 and "--dump-logits: 1000000 rows of 1024 numbers need 3.81 GiB" in one_line(err)
 
@@ -392,6 +396,8 @@ def test_interrupt_during_the_last_row_of_a_dump(run, tmp_path, monkeypatch):
     code, out, err = run("--json", "--dump-logits", tmp_path / "x", QUESTION)
     ids = json.loads(out)["prompt_ids"] + json.loads(out)["output_ids"]
     assert code == 130 and load_file(tmp_path / "x")["token_ids"].tolist() == ids[:-1]
+    assert json.loads(out)["finish_reason"] == "interrupt" and err.startswith("interrupt | load")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # the run's own handler is gone
 
 
 @pytest.mark.parametrize("name, value, words", [
@@ -439,6 +445,33 @@ def test_a_full_standard_output():
     assert done.returncode == 1 and done.stderr == "error: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full, a disk that is always full, is a Linux device")
+def test_a_full_standard_error_costs_nothing():
+    done = shell(f"S --think on '{QUESTION}' 2>/dev/full")
+    assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n")
+    assert shell("S --model /nonexistent a 2>/dev/full").returncode == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full, a disk that is always full, is a Linux device")
+def test_a_full_standard_output_does_not_cost_the_dump(tmp_path):
+    done = shell(f"S --dump-logits {tmp_path / 'x'} '{QUESTION}' >/dev/full")
+    assert done.returncode == 1 and "peak memory" in done.stderr and done.stderr.endswith("No space left on device\n")
+    assert len(load_file(tmp_path / "x")["token_ids"]) > 10
+
+
+def test_a_dump_has_no_rows_of_a_chunk_that_was_refused(run, folder, tmp_path):
+    """The embedding of token 500 is NaN: the second chunk of three tokens is refused, the first one's rows are kept."""
+    from dsv4.checkpoint import Checkpoint
+
+    entry = Checkpoint.open(folder)._modules["embed"]["weight"]
+    with open(folder / entry.shard, "r+b") as file:
+        file.seek(entry.begin + 500 * entry.shape[1] * 2)
+        file.write(b"\xc0\x7f")
+    code, out, err = run("--model", folder, "--prompt-ids", "0,5,9,500,7", "--prefill-chunk", 3, "--json", "--dump-logits", tmp_path / "x")
+    assert code == 3 and "the embedding made the first" in err and json.loads(out)["timing"]["prefill_tokens"] == 3
+    assert load_file(tmp_path / "x")["token_ids"].tolist() == [0, 5, 9]
+
+
 def test_closed_streams():
     assert (shell("S --print-prompt hi >&-").returncode, shell("S --print-prompt hi 2>&-").returncode) == (0, 0)
     done = shell("S - <&-")
@@ -477,13 +510,17 @@ def test_reasoning_that_never_ends_leaves_clean_lines(run):
     assert (code, out) == (0, "") and len(err.strip().splitlines()) == 3  # reasoning, note, report
 
 
-def test_nan_in_a_router_is_refused(run, folder):
-    """It would choose experts and never show in the logits."""
+@pytest.mark.parametrize("module, suffix, data", [
+    ("layers.4.ffn.gate", "bias", b"\x00\x00\xc0\x7f"), ("layers.2.attn.indexer.wq_b", "weight", b"\x7f"),
+    ("layers.2.attn.indexer.weights_proj", "weight", b"\xc0\x7f"), ("layers.2.attn.indexer.compressor", "ape", b"\x00\x00\xc0\x7f"),
+])
+def test_nan_where_it_would_only_choose_is_refused(run, folder, module, suffix, data):
+    """Of experts or entries: it would change the answer and never show in the logits."""
     from dsv4.checkpoint import Checkpoint
 
-    entry = Checkpoint.open(folder)._modules["layers.4.ffn.gate"]["bias"]
+    entry = Checkpoint.open(folder)._modules[module][suffix]
     with open(folder / entry.shard, "r+b") as file:
         file.seek(entry.begin)
-        file.write(b"\x00\x00\xc0\x7f")
+        file.write(data)
     code, out, err = run("--model", folder, "a")
-    assert code == 3 and "layers.4.ffn.gate.bias: expected finite numbers" in one_line(err)
+    assert code == 3 and f"{module}.{suffix}: expected finite numbers" in one_line(err)

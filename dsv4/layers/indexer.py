@@ -19,6 +19,7 @@ class Indexer:
     def __init__(self, bind: Binder, config: ModelConfig, layer: int):
         self.heads, self.head_dim, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
         self.wq_b, self.weights_proj = Linear(bind, "wq_b"), LinearFP32(bind, "weights_proj")
+        bind.refuse_non_finite("wq_b.weight", self.wq_b.weight.dequantize())  # a NaN score chooses nothing, and would pass unseen
         self.compressor = Compressor(bind.below("compressor"), config, layer, for_index=True)
         self.numerics = bind.numerics
 

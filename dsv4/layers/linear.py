@@ -25,8 +25,7 @@ class LinearFP32:
 
     def __init__(self, bind: Binder, name: str):
         self.weight = bind.weight(name)
-        if self.weight.kind == "plain":
-            bind.refuse_non_finite(f"{name}.weight", self.weight.payload)
+        bind.refuse_non_finite(f"{name}.weight", self.weight.dequantize())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear_fp32(x, self.weight)
