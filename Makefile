@@ -1,5 +1,5 @@
 # make demo   the environment, then a question to the bundled checkpoint
-# make test   the environment, ruff, the test suite (what CI runs): 3 minutes on 2 cores
+# make test   the environment, ruff, the test suite (what CI runs): 4 minutes on 2 cores
 # make lint   ruff alone
 #
 # Without a GPU torch's CPU build comes from PyTorch's own index, with one from PyPI. Another index or version:
