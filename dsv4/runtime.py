@@ -10,7 +10,8 @@ import torch
 from .errors import UserError
 
 # Below this many bytes a layer, one thread decodes as fast as two (75 and 71 tokens/s for the bundled checkpoint), and when the other core
-# is busy three times as fast (69 and 25): threads that wait for each other at every small operation cost more than they carry.
+# is busy three times as fast (69 and 25; docs/measurements.md): threads that wait for each other at every operation cost more than they
+# carry.
 _ONE_THREAD_BELOW = 64 << 20
 
 

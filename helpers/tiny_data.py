@@ -63,7 +63,7 @@ def train_tokenizer():
 
 def corpus() -> list[str]:
     """Every distinct sentence that the training set is made of, once each (recall sentences: one per key and value). Recall keys and values
-    come often enough to be one token each: what a compressed entry has to carry then is small. Facts get 5 % longer by it."""
+    come often enough to be one token each: what a compressed entry has to carry then is small. Facts get 3 % longer by it."""
     out = []
     for fact in tf.facts() + tf.small_talk():
         out += [*fact.questions, fact.thought, fact.answer]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4 import formats, ops
+from dsv4.errors import CheckpointError
 from dsv4.formats import Weight
 from dsv4.layers import Binder, Numerics
 from dsv4.layers.linear import Linear, LinearFP32
@@ -54,6 +55,17 @@ def test_routed_and_shared_experts_have_their_own_input_precision(packed):
         moe = MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics(activations=activations)), packed.config, 2)
         assert (moe.activations, moe.shared_activations) == (routed, shared)
     assert len(moe.experts) == 8 and {w.kind for e in moe.experts for w in e} == {"nvfp4"} and {w.kind for w in moe.shared} == {"fp8"}
+
+
+def test_experts_of_two_formats_are_refused_where_it_would_matter(packed, monkeypatch):
+    """One of a layer's experts is plain: its input must not be quantised, the others' must."""
+    original = PackedCheckpoint.weight
+    odd = "layers.2.ffn.experts.5.w2"
+    monkeypatch.setattr(PackedCheckpoint, "weight",
+                        lambda self, name: Weight.plain(self.state[odd + ".weight"]) if name == odd else original(self, name))
+    with pytest.raises(CheckpointError, match="one format for the experts of a layer under --activations nvfp4, found nvfp4 and plain"):
+        MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics(activations="nvfp4")), packed.config, 2)
+    assert MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics()), packed.config, 2).activations == "bf16"
 
 
 def test_binder_reads_below_its_prefix_in_fp32_or_as_stored(packed):
