@@ -186,33 +186,38 @@ def test_no_more_devices_than_layers():
 
 
 MEASURE = """
-import sys, torch
+import gc, sys, torch
 from dsv4 import runtime
 from dsv4.checkpoint import Checkpoint
 from dsv4.layers import Numerics
 from dsv4.model import Model
 from dsv4.plan import make_plan
 runtime.prepare_torch(1)
-context, chunk = 32768, 512
 checkpoint = Checkpoint.open(sys.argv[1])
-plan = make_plan(checkpoint, [torch.device("cpu")], layers=range(6), context=context, chunk=chunk, dtype=torch.float32,
-                 free_bytes=runtime.free_bytes)
-before = runtime.peak_bytes([])["host"]
-model = Model(checkpoint, plan, Numerics(keep_dequantised=plan.keep_dequantised))
-cache = model.new_cache()
-cache.position = context - chunk  # the last chunk of a full context; what the entries hold does not matter for memory
-model.forward([5] * chunk, cache)
-print(plan.devices[0].needed, runtime.peak_bytes([])["host"] - before)
+
+def run(context, chunk):
+    plan = make_plan(checkpoint, [torch.device("cpu")], layers=range(6), context=context, chunk=chunk, dtype=torch.float32,
+                     free_bytes=runtime.free_bytes)
+    model = Model(checkpoint, plan, Numerics(keep_dequantised=plan.keep_dequantised))
+    cache = model.new_cache()
+    cache.position = context - chunk  # the last chunk of a full context; what the entries hold does not matter for memory
+    model.forward([5] * chunk, cache)
+    return plan.devices[0].needed
+
+run(1024, 8)  # what the libraries load and keep the first time is no part of a plan, and differs from CPU to CPU
+gc.collect()
+before = runtime._field("/proc/self/status", "VmRSS:") * 1024
+print(run(32768, 512), runtime.peak_bytes([])["host"] - before)
 """
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of one process is read from /proc, which is Linux's")
 def test_the_plan_covers_what_a_full_context_takes():
-    """A chunk at the end of 32,768 tokens: index scores and top-k are the largest part, 718 MiB in all when a plan said 258. 2 % are left
-    for the allocator and the code that is first touched here; 735 MiB were measured against a plan of 737."""
+    """A chunk at the end of 32,768 tokens: index scores and top-k are the largest part, 718 MiB in all when a plan said 258. 687 MiB were
+    measured against a plan of 737."""
     folder = os.path.join(os.path.dirname(__file__), "..", "checkpoints", "tiny")
     done = subprocess.run([sys.executable, "-c", MEASURE, folder], capture_output=True, text=True, timeout=120, check=True,
                           cwd=os.path.join(folder, "..", ".."))
     planned, measured = map(int, done.stdout.split())
-    assert measured <= 1.02 * planned, f"planned {planned >> 20} MiB, measured {measured >> 20} MiB"
+    assert measured <= planned, f"planned {planned >> 20} MiB, measured {measured >> 20} MiB"
     assert planned <= 1.5 * measured, f"planned {planned >> 20} MiB, measured {measured >> 20} MiB"

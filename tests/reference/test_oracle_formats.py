@@ -303,6 +303,12 @@ def small_folder(tmp_path):
     return tmp_path, state
 
 
+def assert_same(got, expected):
+    """Equal but for the order of fp32 sums, which a BLAS does not promise from call to call (bits differed once in the whole suite, with two
+    processes on two cores; the cause was not isolated). A wrong weight gives 0.01 and more."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+
+
 def test_a_checkpoint_streams_and_gives_the_same_logits(small_folder):
     folder, state = small_folder
     config, weights = oracle.open_checkpoint(folder)
@@ -311,7 +317,7 @@ def test_a_checkpoint_streams_and_gives_the_same_logits(small_folder):
     with torch.no_grad():
         expected = oracle.forward(config, state.__getitem__, ids).logits
         for source in (weights, kept):
-            assert torch.equal(oracle.forward(config, source, ids).logits, expected)
+            assert_same(oracle.forward(config, source, ids).logits, expected)
     assert weights("norm.weight") is not weights("norm.weight")  # nothing is kept: a big checkpoint streams
     assert kept("norm.weight") is kept("norm.weight")
 
@@ -330,12 +336,13 @@ def test_command_line_prints_the_top_5_and_dumps(small_folder, tmp_path, monkeyp
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[0]) for line in lines] == out.logits[0, -1].topk(5).indices.tolist()
     saved = load_file(dump)
-    assert torch.equal(saved["token_ids"], ids[0]) and torch.equal(saved["logits"], out.logits[0])
-    assert torch.equal(saved["hidden.0"], out.hidden[0][0]) and torch.equal(saved["hidden.5"], out.hidden[5][0])
+    assert torch.equal(saved["token_ids"], ids[0])
+    for name, expected in (("logits", out.logits), ("hidden.0", out.hidden[0]), ("hidden.5", out.hidden[5])):
+        assert_same(saved[name], expected[0])
     assert "hidden.6" not in saved
     argv[argv.index("off")] = "model"
     oracle.main()
-    assert torch.equal(load_file(dump)["logits"], trained.logits[0])
+    assert_same(load_file(dump)["logits"], trained.logits[0])
 
 
 @pytest.mark.parametrize(
