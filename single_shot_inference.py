@@ -272,7 +272,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         model.on_layer = interrupt.check
         run = Run(model, Sampler(sampling, ids), interrupt, keep_logits=args.dump_logits is not None)
         run.timing["load_s"] = time.perf_counter() - loading
-        logits = run.prefill(ids, args.prefill_chunk)
+        logits = run.prefill(ids, plan.chunk)
         run.timing["first_token_s"] = time.perf_counter() - started
         finish = run.decode(logits, answer, args.max_new_tokens)
         exit_code = 130 if finish == "interrupt" else 0
@@ -342,7 +342,7 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
     if left < 0:
         raise DoesNotFit(f"--dump-logits: {context} rows of {config.vocab_size} numbers need {dump / 2**30:.2f} GiB of host memory, "
                          f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or fewer --max-new-tokens")
-    chunk = min(args.prefill_chunk, prompt_tokens)
+    chunk = min(args.prefill_chunk, prompt_tokens, ops.max_tokens() or prompt_tokens)
     plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=chunk, dtype=dtype, free_bytes=free_bytes,
                      auto=args.devices == "auto", logit_rows=chunk if dump else 1)
     numerics = Numerics(dtype=dtype, kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised,

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import torch
 
+from . import ops
 from .config import ModelConfig
 
 
-class CompressorState:
-    """The open block of one compressor, fp32: rows of kv and biased score, [r, d], or [2r, 2d] where blocks overlap (ratio 4)."""
+class CompressorCache:
+    """The memory of one compressor: `entries` (see ops.new_keys), entry s covering tokens up to (s + 1) r - 1; and the open block, fp32
+    rows of `kv` and biased `score`, [r, d], or [2r, 2d] where blocks overlap (ratio 4)."""
 
-    def __init__(self, ratio: int, head_dim: int, device):
+    def __init__(self, ratio: int, head_dim: int, entries, device):
         c = 2 if ratio == 4 else 1
+        self.entries = entries
         self.kv = torch.zeros(c * ratio, c * head_dim, device=device)
         self.score = torch.empty_like(self.kv)
         self.reset()
@@ -24,45 +27,35 @@ class CompressorState:
 
 
 class LayerCache:
-    """The cache of one layer for `context` tokens, keys in `dtype`.
+    """The cache of one layer for `context` tokens in steps of at most `chunk`, keys in `dtype`.
 
-    window [W, d]: the key of position p lies in slot p mod W. entries [context // r, d] and, in CSA layers, index_keys
-    [context // r, d_index]: entry s covers tokens up to (s + 1) r - 1, entries past that are not written yet.
+    window: the key of position p lies in row p mod R, R = sliding_window + min(chunk, context), so that a step's keys overwrite none that
+    its queries reach. `main` (layers with a compressor) and `index` (CSA): context // r entries each.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, context: int, dtype: torch.dtype, device):
+    def __init__(self, config: ModelConfig, layer: int, context: int, chunk: int, dtype: torch.dtype, device):
         self.ratio = ratio = config.compress_ratios[layer]
-        self.window = torch.zeros(config.sliding_window, config.head_dim, dtype=dtype, device=device)
-        self.states: list[CompressorState] = []
+        self.window = ops.new_keys(config.sliding_window + min(chunk, context), config.head_dim, dtype, device)
+        self.main = self.index = None
         if ratio:
-            self.entries = torch.zeros(context // ratio, config.head_dim, dtype=dtype, device=device)
-            self.state = CompressorState(ratio, config.head_dim, device)
-            self.states.append(self.state)
+            entries = ops.new_keys(context // ratio, config.head_dim, dtype, device)
+            self.main = CompressorCache(ratio, config.head_dim, entries, device)
         if ratio == 4:
-            self.index_keys = torch.zeros(context // ratio, config.index_head_dim, dtype=dtype, device=device)
-            self.index_state = CompressorState(ratio, config.index_head_dim, device)
-            self.states.append(self.index_state)
+            keys = ops.new_index_keys(context // ratio, config.index_head_dim, dtype, device)
+            self.index = CompressorCache(ratio, config.index_head_dim, keys, device)
 
     def reset(self) -> None:
-        """Forgets the sequence. Window and entries need no clearing: position and counts say what of them is valid."""
-        for state in self.states:
-            state.reset()
-
-    def extend_window(self, keys: torch.Tensor, position: int) -> torch.Tensor:
-        """Writes the keys [S, d] of positions position.. and returns those of [max(0, position - W + 1), position + S), in order."""
-        W, S = self.window.shape[0], keys.shape[0]
-        before = torch.arange(max(0, position - W + 1), position, device=keys.device) % W
-        reachable = torch.cat((self.window[before], keys))
-        kept = min(S, W)
-        self.window[torch.arange(position + S - kept, position + S, device=keys.device) % W] = keys[S - kept :]
-        return reachable
+        """Forgets the sequence. Window and entries need no clearing: positions say what of them is valid."""
+        for part in (self.main, self.index):
+            if part:
+                part.reset()
 
 
 class Cache:
-    """All layers' caches and the number of tokens they have seen."""
+    """All layers' caches, for `context` tokens in steps of at most `chunk`, and the number of tokens they have seen."""
 
-    def __init__(self, layers: dict[int, LayerCache], context: int):
-        self.layers, self.context, self.position = layers, context, 0
+    def __init__(self, layers: dict[int, LayerCache], context: int, chunk: int):
+        self.layers, self.context, self.chunk, self.position = layers, context, chunk, 0
 
     def reset(self) -> None:
         """Makes it ready for a new sequence."""
@@ -71,9 +64,11 @@ class Cache:
             layer.reset()
 
 
-def layer_cache_bytes(config: ModelConfig, layer: int, context: int, dtype: torch.dtype) -> int:
+def layer_cache_bytes(config: ModelConfig, layer: int, context: int, chunk: int, dtype: torch.dtype) -> int:
     """Bytes that LayerCache allocates, for the plan; counted on torch's meta device, so it cannot drift from the allocation."""
-    cache = LayerCache(config, layer, context, dtype, "meta")
-    tensors = [cache.window, *(t for s in cache.states for t in (s.kv, s.score))]
-    tensors += [getattr(cache, name) for name in ("entries", "index_keys") if hasattr(cache, name)]
+    cache = LayerCache(config, layer, context, chunk, dtype, "meta")
+    parts = [cache.window]
+    for part in (cache.main, cache.index):
+        parts += [part.entries, part.kv, part.score] if part else []
+    tensors = [t for part in parts for t in ((part,) if isinstance(part, torch.Tensor) else part)]  # packed keys are several tensors
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -7,14 +7,13 @@ from typing import Literal
 
 import torch
 
-from . import ops
 from .cache import Cache, LayerCache
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import CheckpointError, UserError
 from .layers import Binder, Numerics
 from .layers.attention import Attention
-from .layers.mhc import Head, HyperConnection
+from .layers.mhc import Head, HyperConnection, Streams
 from .layers.moe import MoE
 from .layers.step import Rope, Step
 from .plan import Plan
@@ -24,18 +23,15 @@ class Block:
     """One layer: attention and experts, each normed and wrapped in its own hyper-connection (model.md section 2)."""
 
     def __init__(self, bind: Binder, config: ModelConfig, layer: int):
-        self.eps, self.device = config.rms_norm_eps, bind.device
-        self.attn_norm, self.ffn_norm = bind.fp32("attn_norm.weight"), bind.fp32("ffn_norm.weight")
+        self.device = bind.device
         self.attn_mhc, self.ffn_mhc = HyperConnection(bind, config, "attn"), HyperConnection(bind, config, "ffn")
         self.attention = Attention(bind.below("attn"), config, layer)
         self.moe = MoE(bind.below("ffn"), config, layer)
 
-    def __call__(self, X: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
-        """The streams X [S, n, D] after this layer; extends the cache."""
-        x, post, comb = self.attn_mhc.pre(X)
-        X = self.attn_mhc.post(self.attention(ops.rms_norm(x, self.attn_norm, self.eps), step, cache), X, post, comb)
-        x, post, comb = self.ffn_mhc.pre(X)
-        return self.ffn_mhc.post(self.moe(ops.rms_norm(x, self.ffn_norm, self.eps), step), X, post, comb)
+    def __call__(self, streams: Streams, step: Step, cache: LayerCache) -> Streams:
+        """The streams after this layer, the experts' output pending; extends the cache."""
+        streams = self.attn_mhc(streams, lambda x: self.attention(x, step, cache))
+        return self.ffn_mhc(streams, lambda x: self.moe(x, step))
 
 
 class Model:
@@ -63,30 +59,22 @@ class Model:
         self.rope = Rope(self.config)
 
     def new_cache(self) -> Cache:
-        """An empty cache for the planned context."""
-        context, dtype = self.plan.context, self.numerics.dtype
-        layers = {n: LayerCache(self.config, n, context, dtype, block.device) for n, block in self.layers.items()}
-        return Cache(layers, context)
+        """An empty cache for the planned context and chunk."""
+        context, chunk, dtype = self.plan.context, self.plan.chunk, self.numerics.dtype
+        layers = {n: LayerCache(self.config, n, context, chunk, dtype, block.device) for n, block in self.layers.items()}
+        return Cache(layers, context, chunk)
 
     @torch.inference_mode()
     def forward(self, ids: list[int], cache: Cache, logits: Literal["none", "last", "all"] = "last") -> torch.Tensor | None:
-        """Runs the next len(ids) tokens of the sequence in `cache`: any number, at any position.
+        """Runs the next len(ids) tokens of the sequence in `cache`: up to its chunk, at any position.
 
         Returns logits as fp32 on the head's device: [vocab] after the last token, [S, vocab], or None. Raises UserError when the
         tokens do not fit the context or the vocabulary, CheckpointError when streams or logits are not finite, with the first layer.
         """
         self._check(ids, cache)
-        tokens = torch.tensor(ids, device=self.embed.device)
-        step = Step.at(cache.position, tokens, self.rope)
-        X = self.embed[tokens].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1)
-        finite = {"the embedding": X.isfinite().all()}  # each stays on its device until something is wrong
-        for number, block in self.layers.items():
-            step, X = step.to(block.device), X.to(block.device)
-            X = block(X, step, cache.layers[number])
-            finite[f"layer {number} ({self.config.kind(number)})"] = X.isfinite().all()
-            if self.on_layer is not None:
-                self.on_layer(number, X)
-        end = cache.position + len(ids)
+        device, end = self.embed.device, cache.position + len(ids)
+        finite = {}  # each stays on its device until something is wrong
+        X = self.run(torch.tensor(ids, device=device), torch.arange(cache.position, end, device=device), cache, finite)
         out = None if logits == "none" else self.head(X if logits == "all" else X[-1:])
         # What is not finite in the streams stays so to the last layer: one look, and only then at which layer it began.
         fine = X.isfinite().all()
@@ -97,9 +85,31 @@ class Model:
         cache.position = end  # only now: a refused or interrupted call counts no tokens
         return out if out is None or logits == "all" else out[0]
 
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The streams [S, n, D] after all layers, for tokens at these positions (int64 [S], on the embedding's device).
+
+        The host decides nothing by the positions, so that the work can be captured in a graph. `finite`, if given, gets a flag for the
+        embedding and for each layer's two blocks.
+        """
+        streams, step = Streams(self.embed[ids].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()), None
+        if finite is not None:
+            finite["the embedding"] = streams.X.isfinite().all()
+        for number, block in self.layers.items():
+            if step is None or ids.device != block.device:
+                ids, positions = ids.to(block.device), positions.to(block.device)
+                streams, step = Streams(streams.settled().to(block.device)), Step.at(positions, ids, self.rope)
+            streams = block(streams, step, cache.layers[number])
+            if finite is not None:  # what is wrong in the attention's part is wrong in X
+                finite[f"layer {number} ({self.config.kind(number)})"] = streams.X.isfinite().all() & streams.pending.o.isfinite().all()
+            if self.on_layer is not None:
+                self.on_layer(number, streams.settled())
+        return streams.settled()
+
     def _check(self, ids, cache):
         if not ids:
             raise UserError("expected at least one token, found none")
         if cache.position + len(ids) > cache.context:
             raise UserError(f"the caches hold {cache.context} tokens, found {cache.position + len(ids)}: plan for more with --context")
+        if len(ids) > cache.chunk:
+            raise UserError(f"the caches take {cache.chunk} tokens a step, found {len(ids)}: give fewer, or plan for a larger chunk")
         self.config.check_tokens(ids)

@@ -34,11 +34,12 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The layers to run, in order, each on its device, for `context` tokens."""
+    """The layers to run, in order, each on its device, for `context` tokens in steps of at most `chunk`."""
 
     layers: tuple[int, ...]
     devices: tuple[DevicePlan, ...]
     context: int
+    chunk: int
     keep_dequantised: bool
 
     def device_of(self, layer: int) -> torch.device:
@@ -72,9 +73,9 @@ def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: ra
         shares = {keep: _shares(checkpoint, devices[:count], layers, context, chunk, dtype, free_bytes, keep, logit_rows)
                   for keep in (True, False)}
         if all(2 * d.needed <= d.free for d in shares[True]):
-            return Plan(tuple(layers), shares[True], context, True)
+            return Plan(tuple(layers), shares[True], context, chunk, True)
         if all(d.needed <= d.free for d in shares[False]):
-            return Plan(tuple(layers), shares[False], context, False)
+            return Plan(tuple(layers), shares[False], context, chunk, False)
     worst = max(shares[False], key=lambda d: d.needed - d.free)
     raise DoesNotFit(f"{worst.device}: needs {_gib(worst.needed)} GiB (weights {_gib(worst.weights)}, caches for {context} tokens "
                      f"{_gib(worst.cache)}, scratch {_gib(worst.scratch)}), has {_gib(worst.free)} GiB free: "
@@ -86,7 +87,7 @@ def _shares(checkpoint, devices, layers, context, chunk, dtype, free_bytes, keep
     ends = config.vocab_size * config.hidden_size
     expanded = {n: 4 * layer_parameters(config, n) for n in layers}
     weights = {n: expanded[n] if keep else checkpoint.layer_bytes(n) for n in layers}
-    caches = {n: layer_cache_bytes(config, n, context, dtype) for n in layers}
+    caches = {n: layer_cache_bytes(config, n, context, chunk, dtype) for n in layers}
     first, last = checkpoint.nbytes("embed"), 4 * ends if keep else checkpoint.nbytes("head")
     total = sum(weights.values()) + sum(caches.values()) + first + last
     runs, done = [[] for _ in devices], first

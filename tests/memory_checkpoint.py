@@ -45,5 +45,5 @@ def random_checkpoint(name: str, seed: int) -> MemoryCheckpoint:
 def model_of(checkpoint: MemoryCheckpoint, context: int, numerics: Numerics | None = None) -> Model:
     """The whole model on the CPU, by default in fp32 without the trained quantisers."""
     layers = tuple(range(checkpoint.config.num_hidden_layers))
-    plan = Plan(layers, (DevicePlan(CPU, layers, 0, 0, 0, 0),), context, False)
+    plan = Plan(layers, (DevicePlan(CPU, layers, 0, 0, 0, 0),), context, context, False)
     return Model(checkpoint, plan, numerics or Numerics(kv_quant=False))

@@ -9,7 +9,7 @@ from dsv4 import formats, ops
 from dsv4.errors import CheckpointError
 from dsv4.formats import Weight
 from dsv4.layers import Binder, Numerics
-from dsv4.layers.linear import Linear, LinearFP32
+from dsv4.layers.linear import Linear, Projections
 from dsv4.layers.moe import MoE
 from tests.memory_checkpoint import CPU, MemoryCheckpoint, random_checkpoint
 
@@ -42,19 +42,20 @@ def test_linears_take_the_input_of_their_stored_format_also_when_kept_dequantise
     weight = packed.weight("layers.2.attn.wq_a")
     x = torch.randn(4, weight.shape[1], generator=rng)
     linear = Linear(bind, "wq_a")
-    assert linear.weight.kind == ("plain" if keep else "fp8")
-    assert torch.equal(linear.weight.dequantize(), weight.dequantize())
-    assert torch.equal(linear(x), ops.linear(x, weight, "fp8")) and not torch.equal(linear(x), ops.linear(x, weight))
-    exact = LinearFP32(bind, "wq_a")  # what decides something discrete never sees a quantised input
-    assert torch.equal(exact(x), ops.linear_fp32(x, weight))
-    assert exact(x.bfloat16()).dtype == torch.float32
+    assert linear.weights[0].kind == ("plain" if keep else "fp8")
+    assert torch.equal(linear.weights[0].dequantize(), weight.dequantize())
+    assert torch.equal(linear(x), ops.linear(x, (weight,), "fp8")) and not torch.equal(linear(x), ops.linear(x, (weight,)))
+    rounded, exact = Projections(bind, ("wq_a", "wkv"), exact=("wkv",))(x)  # what decides something discrete never sees a quantised input
+    assert torch.equal(rounded, linear(x))
+    assert torch.equal(exact, *ops.projections(x, (packed.weight("layers.2.attn.wkv"),), ("bf16",)))
 
 
 def test_routed_and_shared_experts_have_their_own_input_precision(packed):
     for activations, routed, shared in (("bf16", "bf16", "bf16"), ("fp8", "fp8", "fp8"), ("nvfp4", "nvfp4", "fp8")):
         moe = MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics(activations=activations)), packed.config, 2)
         assert (moe.activations, moe.shared_activations) == (routed, shared)
-    assert len(moe.experts) == 8 and {w.kind for e in moe.experts for w in e} == {"nvfp4"} and {w.kind for w in moe.shared} == {"fp8"}
+    routed, shared = moe.experts
+    assert len(routed) == 8 and {w.kind for e in routed for w in e} == {"nvfp4"} and {w.kind for w in shared} == {"fp8"}
 
 
 def test_experts_of_two_formats_are_refused_where_it_would_matter(packed, monkeypatch):

@@ -96,7 +96,7 @@ def pro():
 def test_contiguous_balanced_runs(count, layers):
     """Every layer once and in order, no device without layers, nobody with more than a layer above the mean."""
     checkpoint, context = pro(), 1 << 17
-    cache = {n: layer_cache_bytes(checkpoint.config, n, context, torch.bfloat16) for n in layers}
+    cache = {n: layer_cache_bytes(checkpoint.config, n, context, 512, torch.bfloat16) for n in layers}
     both_ends = 2 * 1853358080
     total = sum(checkpoint.layer_bytes(n) + cache[n] for n in layers) + both_ends
     made = plan(checkpoint, GPUS[:count], total + 40 * GIB, layers=layers, context=context)  # 40 GiB: scratch

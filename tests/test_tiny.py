@@ -158,8 +158,11 @@ def test_it_recalls_beyond_the_window(tokenizer, recall_items):
 
 def test_the_compressed_branches_carry_the_recall(tokenizer, recall_items, monkeypatch):
     """With the compressed entries hidden the same prompts are answered by guessing: the window does not reach the fact."""
-    from dsv4.layers import attention
+    attention = ops.attention
 
-    monkeypatch.setattr(attention, "visible_entries", lambda positions, ratio: torch.zeros_like(positions))
+    def window_only(q, sink, cos, sin, positions, window, window_size, entries, ratio, selected, eps):
+        return attention(q, sink, cos, sin, positions, window, window_size, None, ratio, None, eps)
+
+    monkeypatch.setattr(ops, "attention", window_only)
     share, _ = share_answered("float32, kv-quant", tokenizer, recall_items, 384)
     assert share <= 0.15

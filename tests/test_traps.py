@@ -11,14 +11,13 @@ import math
 import pytest
 import torch
 
-from dsv4 import ops
 from dsv4.cache import LayerCache
 from dsv4.layers import Binder, Numerics
 from dsv4.layers.attention import Attention
-from dsv4.layers.mhc import Head, HyperConnection
+from dsv4.layers.mhc import Head, HyperConnection, Streams
 from dsv4.layers.moe import MoE
 from dsv4.layers.step import Rope, Step
-from dsv4.ops import fp4_round_trip, fp8_round_trip, hadamard
+from dsv4.ops import fp4_round_trip, fp8_round_trip, hadamard, indexer
 from tests.memory_checkpoint import CPU, model_of, random_checkpoint
 from tests.ops.test_experts import slow_expert, slow_matvec
 from tests.ops.test_mhc import slow_head, slow_post, slow_pre
@@ -121,12 +120,12 @@ class Layer:
     def __init__(self, checkpoint, layer, context=S, kv_quant=False):
         self.config = checkpoint.config
         self.attention = Attention(Binder(checkpoint, f"layers.{layer}.attn.", CPU, Numerics(kv_quant=kv_quant)), self.config, layer)
-        self.cache, self.rope = LayerCache(self.config, layer, context, torch.float32, CPU), Rope(self.config)
+        self.cache, self.rope = LayerCache(self.config, layer, context, context, torch.float32, CPU), Rope(self.config)
 
     def __call__(self, x, pieces=None, position=0):
         out = []
         for piece in x.split(pieces or [len(x)]):
-            step = Step.at(position, torch.zeros(len(piece), dtype=torch.long), self.rope)
+            step = Step.at(torch.arange(position, position + len(piece)), torch.zeros(len(piece), dtype=torch.long), self.rope)
             out.append(self.attention(piece, step, self.cache))
             position += len(piece)
         return torch.cat(out)
@@ -259,18 +258,17 @@ def test_trap_27_with_64_index_heads_one_by_one_and_at_once_agree(checkpoint, x)
 
 def test_trained_quantisers_stand_where_the_model_was_trained_with_them(checkpoint, x, monkeypatch):
     """kv_quant: FP8 on the non-rotary dims of window keys and entries, Hadamard then FP4 on all dims of index q and k; off: neither."""
-    queries, scores = [], ops.index_scores
-    monkeypatch.setattr(ops, "index_scores", lambda q, *rest: (queries.append(q), scores(q, *rest))[1])
+    queries, scores = [], indexer.weighted_relu
+    monkeypatch.setattr(indexer, "weighted_relu", lambda q, *rest: (queries.append(q), scores(q, *rest))[1])
     on, off = Layer(checkpoint, LAYERS[4], kv_quant=True), Layer(checkpoint, LAYERS[4])
     on(x), off(x)
     assert torch.equal(queries[0], fp4_round_trip(hadamard(queries[1])))
     plain = checkpoint.config.head_dim - checkpoint.config.qk_rope_head_dim
     count = S // 4
-    for name in ("window", "entries"):
-        got, exact = getattr(on.cache, name)[:count], getattr(off.cache, name)[:count]
+    for got, exact in ((on.cache.window[:S], off.cache.window[:S]), (on.cache.main.entries[:count], off.cache.main.entries[:count])):
         assert torch.equal(got[:, :plain], fp8_round_trip(exact[:, :plain], 64)) and torch.equal(got[:, plain:], exact[:, plain:])
         assert not torch.equal(got, exact)
-    assert torch.equal(on.cache.index_keys[:count], fp4_round_trip(hadamard(off.cache.index_keys[:count])))
+    assert torch.equal(on.cache.index.entries[:count], fp4_round_trip(hadamard(off.cache.index.entries[:count])))
 
 
 def moe_by_definition(checkpoint, layer, x, ids, *, uniform=False, clamp_after=False, limit_shared=True):
@@ -305,7 +303,7 @@ def test_traps_11_and_12_in_a_hash_layer(checkpoint, rng):
     c, layer = checkpoint.config, 0
     ids = torch.randint(0, c.vocab_size, (6,), generator=rng)
     x = torch.randn(6, c.hidden_size, generator=rng)
-    got = MoE(Binder(checkpoint, f"layers.{layer}.ffn.", CPU, Numerics()), c, layer)(x, Step.at(11, ids, Rope(c)))
+    got = MoE(Binder(checkpoint, f"layers.{layer}.ffn.", CPU, Numerics()), c, layer)(x, Step.at(torch.arange(11, 17), ids, Rope(c)))
     assert (got - moe_by_definition(checkpoint, layer, x, ids)).abs().max() < TOLERANCE
     for mistake in ({"uniform": True}, {"clamp_after": True}, {"limit_shared": False}):
         assert (got - moe_by_definition(checkpoint, layer, x, ids, **mistake)).abs().max() > 10 * FAR, mistake
@@ -316,12 +314,11 @@ def test_traps_02_and_03_around_a_block(checkpoint, rng):
     c = checkpoint.config
     X = torch.randn(3, c.hc_mult, c.hidden_size, generator=rng)
     site = HyperConnection(Binder(checkpoint, "layers.2.", CPU, Numerics()), c, "ffn")
-    x, post, comb = site.pre(X)
-    got = site.post(torch.tanh(x) + 1, X, post, comb)
+    got = site(Streams(X), lambda x: torch.tanh(x) + 1).settled()
     weights = [checkpoint.state[f"layers.2.hc_ffn_{part}"].double().tolist() for part in ("fn", "base", "scale")]
     for s in range(3):
         x, post, comb = slow_pre(X[s].double().tolist(), *weights, c.hc_sinkhorn_iters)
-        o = [math.tanh(v) + 1 for v in x]
+        o = (torch.tanh(rms(torch.tensor(x, dtype=torch.float64), checkpoint.state["layers.2.ffn_norm.weight"].double())) + 1).tolist()
         assert (got[s] - torch.tensor(slow_post(o, X[s].double().tolist(), post, comb))).abs().max() < TOLERANCE
         transposed = [list(row) for row in zip(*comb, strict=True)]
         assert (got[s] - torch.tensor(slow_post(o, X[s].double().tolist(), post, transposed))).abs().max() > FAR

@@ -1,4 +1,4 @@
-"""A linear layer: a weight in its stored format and the precision of its input."""
+"""Linear layers: weights in their stored formats and the precision of their input."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ from .binder import Binder
 
 
 class Linear:
-    """x [..., in] -> [..., out] in x's dtype."""
+    """x [S, in] -> [S, out] in x's dtype."""
 
     def __init__(self, bind: Binder, name: str):
-        self.weight, kind = bind.weight_and_kind(name)
-        self.activations = bind.numerics.input_of(kind)
+        weight, kind = bind.weight_and_kind(name)
+        self.weights, self.activations = ops.pack_weights((weight,)), bind.numerics.input_of(kind)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x, self.weight, self.activations)
+        return ops.linear(x, self.weights, self.activations)
 
 
-class LinearFP32:
-    """x [..., in] -> fp32 [..., out], never from a quantised input: the projections whose result decides something discrete, and where a
-    NaN could decide it unseen."""
+class Projections:
+    """Several projections of one input, fp32 and not rounded, in one go: x [S, in] -> fp32 [S, out] of each.
 
-    def __init__(self, bind: Binder, name: str):
-        self.weight = bind.weight(name)
-        bind.refuse_non_finite(f"{name}.weight", self.weight.dequantize())
+    The input of those in `exact` is never quantised. A weight in `decisive` that is not finite is refused: its result chooses something,
+    and a NaN would choose unseen.
+    """
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.linear_fp32(x, self.weight)
+    def __init__(self, bind: Binder, names: tuple[str, ...], *, exact: tuple[str, ...] = (), decisive: tuple[str, ...] = ()):
+        weights, self.activations = [], ()
+        for name in names:
+            weight, kind = bind.weight_and_kind(name)
+            if name in decisive:
+                bind.refuse_non_finite(f"{name}.weight", weight.dequantize())
+            weights.append(weight)
+            self.activations += ("bf16" if name in exact else bind.numerics.input_of(kind),)
+        self.weights = ops.pack_weights(tuple(weights))
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.projections(x, self.weights, self.activations)

@@ -20,8 +20,9 @@ class MoE:
         hashed = config.is_hash_layer(layer)
         self.experts_of_token = bind.stored("gate.tid2eid").long() if hashed else None
         self.bias = None if hashed else bind.fp32("gate.bias")
-        self.experts, self.activations = self._bind(bind, [f"experts.{e}" for e in range(config.n_routed_experts)])
-        (self.shared,), self.shared_activations = self._bind(bind, ["shared_experts"])
+        routed, self.activations = self._bind(bind, [f"experts.{e}" for e in range(config.n_routed_experts)])
+        (shared,), self.shared_activations = self._bind(bind, ["shared_experts"])
+        self.experts = ops.pack_experts(routed, shared)
 
     @staticmethod
     def _bind(bind: Binder, names: list[str]) -> tuple[list[ops.Expert], str]:
@@ -36,6 +37,6 @@ class MoE:
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [S, D], ffn-normed -> [S, D]."""
         c = self.config
-        fixed = None if self.experts_of_token is None else self.experts_of_token[step.ids]
-        chosen, weights = ops.router(x, self.gate, c.num_experts_per_tok, c.routed_scaling_factor, bias=self.bias, chosen=fixed)
-        return ops.moe(x, self.experts, self.shared, chosen, weights, c.swiglu_limit, self.activations, self.shared_activations)
+        chosen, weights = ops.router(x, self.gate, c.num_experts_per_tok, c.routed_scaling_factor, bias=self.bias,
+                                     table=self.experts_of_token, ids=step.ids)
+        return ops.moe(x, self.experts, chosen, weights, c.swiglu_limit, self.activations, self.shared_activations)

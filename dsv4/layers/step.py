@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +16,7 @@ class Rope:
 
     def __init__(self, config: ModelConfig):
         dim = config.qk_rope_head_dim
+        self.ratios = sorted(set(config.compress_ratios))
         self.plain = ops.rope_frequencies(dim, config.rope_theta)
         self.compressed = ops.rope_frequencies(
             dim, config.compress_rope_theta, factor=config.rope_factor, original_length=config.rope_original_length,
@@ -26,31 +27,34 @@ class Rope:
         return ops.rope_table(positions, self.compressed if ratio else self.plain)
 
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Step:
-    """S tokens at positions position .. position + S - 1 of one sequence, on one device: `ids` and `positions` [S] int64, and the tokens'
-    own (cos, sin), fp32 [S, rope/2] each, for layers without and with a compressor."""
+    """S tokens of one sequence on one device: `ids` and `positions` [S] int64, consecutive; and by compress ratio (cos, sin), fp32
+    [S, rope/2] each, of the tokens and of the first tokens of their blocks, where entries stand.
+
+    Everything comes from tensors of the device, so a captured graph serves every position.
+    """
 
     ids: torch.Tensor
-    position: int
-    rope: Rope
     positions: torch.Tensor
-    plain: tuple[torch.Tensor, torch.Tensor]
-    compressed: tuple[torch.Tensor, torch.Tensor]
+    of_tokens: dict[int, Angles]
+    of_blocks: dict[int, Angles]
 
     @classmethod
-    def at(cls, position: int, ids: torch.Tensor, rope: Rope) -> Step:
-        """The step of these tokens, which stand from `position` on."""
-        positions = torch.arange(position, position + len(ids), device=ids.device)
-        return cls(ids, position, rope, positions, rope.table(0, positions), rope.table(4, positions))
+    def at(cls, positions: torch.Tensor, ids: torch.Tensor, rope: Rope) -> Step:
+        """The step of these tokens at these positions."""
+        plain = rope.table(0, positions)
+        compressed = rope.table(4, positions) if any(rope.ratios) else plain
+        blocks = {r: rope.table(r, positions // r * r) for r in rope.ratios if r}
+        return cls(ids, positions, {r: compressed if r else plain for r in rope.ratios}, blocks)
 
-    def cos_sin(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens' own angles in a layer of this compress ratio."""
-        return self.compressed if ratio else self.plain
+    def angles(self, ratio: int) -> Angles:
+        """The tokens' own, in a layer of this compress ratio."""
+        return self.of_tokens[ratio]
 
-    def to(self, device: torch.device) -> Step:
-        """The same step on another device."""
-        if self.ids.device == device:
-            return self
-        plain, compressed = (tuple(t.to(device) for t in table) for table in (self.plain, self.compressed))
-        return replace(self, ids=self.ids.to(device), positions=self.positions.to(device), plain=plain, compressed=compressed)
+    def block_angles(self, ratio: int) -> Angles:
+        """Those of the first token of each token's block."""
+        return self.of_blocks[ratio]

@@ -12,6 +12,7 @@ from ..errors import UserError
 _definitions: dict[str, Callable] = {}
 _kernels: dict[str, Callable] = {}  # what `register` was told, and those of dsv4/kernels once "cuda" was selected
 _chosen: dict[str, Callable] = {}  # what runs instead of the definition
+_max_tokens: int | None = None
 
 
 def operation(definition: Callable) -> Callable:
@@ -48,9 +49,16 @@ def trying(name: str, kernel: Callable):
         _chosen.update(before)
 
 
+def max_tokens() -> int | None:
+    """The most tokens that the chosen implementation takes in one step; None: any number."""
+    return _max_tokens
+
+
 def select(backend: str) -> None:
     """Chooses the implementation of every operation: "torch" or "cuda". Raises UserError when a kernel is missing."""
+    global _max_tokens
     _chosen.clear()
+    _max_tokens = None
     if backend == "cuda":
         from .. import kernels  # here, as the torch backend needs none of it
 
@@ -62,5 +70,6 @@ def select(backend: str) -> None:
             raise UserError(f"--backend cuda: expected a kernel for every operation, found none for {missing[0]!r} (and {len(missing) - 1} "
                             "more): run with --backend torch, which also takes --devices cuda:0")
         _chosen.update(_kernels)
+        _max_tokens = kernels.MAX_TOKENS
     elif backend != "torch":
         raise UserError(f"--backend: expected torch or cuda, found {backend!r}")

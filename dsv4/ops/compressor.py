@@ -1,14 +1,30 @@
 """The compressor: tokens of a block pooled into one entry, per channel, by a softmax over the block's slots, with the state that
-carries an open block from one call to the next (model.md section 6)."""
+carries an open block from one call to the next; the entry normed, rotated, quantised and written (model.md section 6)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from .backend import operation
+from .norm import kv_norm_rope
+from .quant import fp4_round_trip, hadamard
 
 
-def compress_ref(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, kv_state: torch.Tensor, score_state: torch.Tensor,
+class Pool(NamedTuple):
+    """One compressor's weights and memory: ape [r, c*d] and norm [d] fp32; the open block kv_state and score_state (see `pool`) and
+    entries [T, d], written in place. `for_index`: the entries are the indexer's keys."""
+
+    ape: torch.Tensor
+    norm: torch.Tensor
+    kv_state: torch.Tensor
+    score_state: torch.Tensor
+    entries: torch.Tensor
+    for_index: bool
+
+
+def pool(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, kv_state: torch.Tensor, score_state: torch.Tensor,
                  position: int) -> torch.Tensor:
     """Takes S tokens from `position` on, returns the entries of the blocks they close, [closed, d] fp32, before norm and RoPE.
 
@@ -36,6 +52,25 @@ def compress_ref(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, kv_st
     rest = kv.shape[0] - closed * r
     open_kv[:rest], open_score[:rest] = kv[closed * r :], score[closed * r :]
     return (pooled_score.softmax(1) * pooled_kv).sum(1) if closed else kv.new_empty(0, width // (2 if overlap else 1))
+
+
+def compress_ref(inputs: tuple[tuple[torch.Tensor, torch.Tensor], ...], pools: tuple[Pool, ...], positions: torch.Tensor,
+                 cos: torch.Tensor, sin: torch.Tensor, eps: float, quantize: bool) -> None:
+    """Takes the tokens at `positions` [S], consecutive, into each pool's state and writes the entries of the blocks they close.
+
+    inputs: each pool's two projections (kv, score), [S, c*d] fp32. cos, sin [S, rope/2]: the angles of the first position of each token's
+    block, where its entry stands. An entry is rounded to the run's dtype, RMS-normed, rotated and, if `quantize`, FP8 on the non-rotary
+    dims, or, for the indexer, FP4 on all dims after a Hadamard rotation. All pools of a call have the same ratio.
+    """
+    first = int(positions[0])
+    for (kv, score), p in zip(inputs, pools, strict=True):
+        pooled, ratio = pool(kv, score, p.ape, p.kv_state, p.score_state, first), len(p.ape)
+        if len(pooled):
+            closing = (positions + 1) % ratio == 0
+            entry = kv_norm_rope(pooled.to(p.entries.dtype), p.norm, cos[closing], sin[closing], eps, quantize and not p.for_index)
+            if quantize and p.for_index:
+                entry = fp4_round_trip(hadamard(entry))
+            p.entries[first // ratio : first // ratio + len(pooled)] = entry
 
 
 compress = operation(compress_ref)

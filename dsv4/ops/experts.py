@@ -20,6 +20,18 @@ class Expert(NamedTuple):
     w3: Weight
 
 
+class Experts(NamedTuple):
+    """A layer's experts: the routed ones by number, and the shared one."""
+
+    routed: list[Expert]
+    shared: Expert
+
+
+def pack_experts_ref(routed: list[Expert], shared: Expert) -> Experts:
+    """The experts as `moe` takes them; what else they become is the kernels' business."""
+    return Experts(routed, shared)
+
+
 def _expert(x: torch.Tensor, expert: Expert, limit: float, activations: str, weights: torch.Tensor | None) -> torch.Tensor:
     quantized = quantize_input(x, activations)
     gate = matmul_fp32(quantized, expert.w1).clamp(max=limit)  # from above only
@@ -30,17 +42,19 @@ def _expert(x: torch.Tensor, expert: Expert, limit: float, activations: str, wei
     return matmul_fp32(quantize_input(a.to(x.dtype), activations), expert.w2)
 
 
-def moe_ref(x: torch.Tensor, experts: list[Expert], shared: Expert, chosen: torch.Tensor, weights: torch.Tensor, limit: float,
-            activations: str = "bf16", shared_activations: str = "bf16") -> torch.Tensor:
+def moe_ref(x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, limit: float, activations: str = "bf16",
+            shared_activations: str = "bf16") -> torch.Tensor:
     """sum over the chosen experts of weight * expert(x), plus the shared expert, summed in fp32 in the order of the experts' numbers.
 
-    x [S, D], chosen [S, k] int64, weights [S, k] fp32 -> [S, D] in x's dtype. The clamp comes before silu, in the shared expert too.
+    x [S, D], experts of `pack_experts`, chosen [S, k] int32, weights [S, k] fp32 -> [S, D] in x's dtype. The clamp comes before silu, in
+    the shared expert too.
     """
-    total = _expert(x, shared, limit, shared_activations, None)
+    total = _expert(x, experts.shared, limit, shared_activations, None)
     for e in torch.unique(chosen).tolist():
         token, slot = torch.where(chosen == e)
-        total.index_add_(0, token, _expert(x[token], experts[e], limit, activations, weights[token, slot]))
+        total.index_add_(0, token, _expert(x[token], experts.routed[e], limit, activations, weights[token, slot]))
     return total.to(x.dtype)
 
 
+pack_experts = operation(pack_experts_ref)
 moe = operation(moe_ref)

@@ -27,25 +27,33 @@ def matmul_fp32(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.cat([x @ weight.rows(i, min(i + rows, out)).dequantize().T for i in range(0, out, rows)], -1)
 
 
-def linear_ref(x: torch.Tensor, weight: Weight, activations: str = "bf16") -> torch.Tensor:
-    """x [..., in] -> [..., out] in x's dtype; fp32 accumulation, one rounding. `activations`: see quantize_input."""
+def pack_weights_ref(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """The weights of one launch as the three products below take them; what else they become is the kernels' business."""
+    return weights
+
+
+def projections_ref(x: torch.Tensor, weights: tuple[Weight, ...], activations: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+    """Several projections of one input, fp32 and not rounded: x [S, in] -> [S, out_i] each. `activations`: see quantize_input."""
+    return tuple(matmul_fp32(quantize_input(x, a), w) for w, a in zip(weights, activations, strict=True))
+
+
+def linear_ref(x: torch.Tensor, weights: tuple[Weight], activations: str = "bf16") -> torch.Tensor:
+    """x [S, in] -> [S, out] in x's dtype; fp32 accumulation, one rounding. `activations`: see quantize_input."""
+    (weight,) = weights
     return matmul_fp32(quantize_input(x, activations), weight).to(x.dtype)
 
 
-def linear_fp32_ref(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """x [..., in] -> fp32 [..., out], not rounded: compressor and index-weight projections, the head."""
-    return matmul_fp32(x, weight)
-
-
-def grouped_linear_ref(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """wo_a: group g of x [S, G, in] meets rows [g * R, (g + 1) * R) of weight [G * R, in] -> [S, G, R] in x's dtype.
+def grouped_linear_ref(x: torch.Tensor, weights: tuple[Weight]) -> torch.Tensor:
+    """wo_a: group g of x [S, G, in] meets rows [g * R, (g + 1) * R) of the one weight [G * R, in] -> [S, G, R] in x's dtype.
 
     The official code runs it on bf16 activations, never on quantised ones (model.md section 4).
     """
+    (weight,) = weights
     groups, rows = x.shape[1], weight.shape[0] // x.shape[1]
     return torch.stack([matmul_fp32(x[:, g], weight.rows(g * rows, (g + 1) * rows)) for g in range(groups)], 1).to(x.dtype)
 
 
+pack_weights = operation(pack_weights_ref)
+projections = operation(projections_ref)
 linear = operation(linear_ref)
-linear_fp32 = operation(linear_fp32_ref)
 grouped_linear = operation(grouped_linear_ref)

@@ -3,9 +3,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .backend import operation
+from .norm import rms_norm
+
+
+class Pending(NamedTuple):
+    """A block's output o [S, D] that has not returned to the streams yet, and how it will: post [S, n], comb [S, n, n] fp32."""
+
+    o: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
 
 
 def _mix(X: torch.Tensor, fn: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,9 +36,9 @@ def sinkhorn(C: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     return C
 
 
-def mhc_pre_ref(X: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, *, norm_eps: float, hc_eps: float,
-                iterations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a block needs of the streams: its input and how its output returns to them.
+def collapse(X: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, *, norm_eps: float, hc_eps: float,
+             iterations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a block needs of the streams: their weighted sum, before its norm, and how its output returns to them.
 
     X [S, n, D]; fn [(2+n)n, n*D], base [(2+n)n], scale [3], fp32. Returns x [S, D] in X's dtype, post [S, n] and comb [S, n, n] fp32.
     """
@@ -39,6 +50,19 @@ def mhc_pre_ref(X: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: to
     return (pre[:, :, None] * X32).sum(-2).to(X.dtype), post, comb
 
 
+def mhc_pre_ref(X: torch.Tensor, pending: Pending | None, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor, *,
+                norm_eps: float, hc_eps: float, iterations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Before a block: the streams X' with the last block's output returned (X itself if none is pending), the block's input, its return.
+
+    X [S, n, D]; fn, base, scale as `collapse`; norm [D] fp32, the weight of the block's RMS norm. Returns X' and x [S, D] in X's dtype,
+    post [S, n] and comb [S, n, n] fp32.
+    """
+    if pending is not None:
+        X = mhc_post_ref(pending.o, X, pending.post, pending.comb)
+    x, post, comb = collapse(X, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
+    return X, rms_norm(x, norm, norm_eps), post, comb
+
+
 def mhc_post_ref(o: torch.Tensor, X: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """The streams after the block: X'_k = post_k o + sum_j comb[j, k] X_j. The sum runs over comb's FIRST index.
 
@@ -47,12 +71,12 @@ def mhc_post_ref(o: torch.Tensor, X: torch.Tensor, post: torch.Tensor, comb: tor
     return (post[:, :, None] * o.float()[:, None, :] + comb.transpose(-1, -2) @ X.float()).to(X.dtype)
 
 
-def hc_head_ref(X: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, *, norm_eps: float,
+def hc_head_ref(X: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor, *, norm_eps: float,
                 hc_eps: float) -> torch.Tensor:
-    """The final collapse of the streams, before the last norm: X [S, n, D], fn [n, n*D], base [n], scale [1] -> [S, D]."""
+    """The final collapse of the streams and the last norm: X [S, n, D], fn [n, n*D], base [n], scale [1], norm [D] -> [S, D]."""
     X32, m = _mix(X, fn, norm_eps)
     weights = torch.sigmoid(m * scale + base) + hc_eps
-    return (weights[:, :, None] * X32).sum(-2).to(X.dtype)
+    return rms_norm((weights[:, :, None] * X32).sum(-2).to(X.dtype), norm, norm_eps)
 
 
 mhc_pre = operation(mhc_pre_ref)

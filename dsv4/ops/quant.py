@@ -1,13 +1,12 @@
 """Quantise-dequantise of activations: what the model was trained with (KV cache FP8, indexer FP4 after a Hadamard rotation) and
-what a GEMM's input may get. Every function returns the values a reader of the packed form would see, in the input's dtype. The FP8 and
-NVFP4 ones are steps inside other operations (`kv_norm_rope`, `linear`, `moe`), the indexer's Hadamard and FP4 are operations themselves."""
+what a GEMM's input may get. Steps inside the operations; every function returns the values a reader of the packed form would see, in the
+input's dtype."""
 
 from __future__ import annotations
 
 import torch
 
 from ..formats import E2M1_MAX, E4M3_MAX, e2m1_to_float, round_e2m1
-from .backend import operation
 
 _ONE_OVER_448, _ONE_OVER_6 = torch.tensor(1 / 448, dtype=torch.float32).item(), torch.tensor(1 / 6, dtype=torch.float32).item()
 
@@ -40,7 +39,7 @@ def fp8_round_trip(x: torch.Tensor, block: int) -> torch.Tensor:
     return (q.float() * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
-def fp4_round_trip_ref(x: torch.Tensor) -> torch.Tensor:
+def fp4_round_trip(x: torch.Tensor) -> torch.Tensor:
     """FP4 e2m1 with one ue8m0 scale per 32 values along the last axis, and back: indexer q and k after the Hadamard rotation.
 
     Same shape and dtype back. Bit exact to model.md section 9 (official kernel `fp4_act_quant`).
@@ -65,7 +64,7 @@ def nvfp4_round_trip(x: torch.Tensor) -> torch.Tensor:
     return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
-def hadamard_ref(x: torch.Tensor) -> torch.Tensor:
+def hadamard(x: torch.Tensor) -> torch.Tensor:
     """x @ H * d^-0.5 along the last axis (a power of two), H Sylvester's matrix in natural order; fp32 inside, x's dtype back.
 
     Orthogonal, so it cancels in q . k except for what the FP4 rounding after it does (model.md section 7).
@@ -79,7 +78,3 @@ def hadamard_ref(x: torch.Tensor) -> torch.Tensor:
         y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
         half *= 2
     return (y * d**-0.5).to(x.dtype)
-
-
-fp4_round_trip = operation(fp4_round_trip_ref)
-hadamard = operation(hadamard_ref)

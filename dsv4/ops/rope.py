@@ -6,8 +6,6 @@ import math
 
 import torch
 
-from .backend import operation
-
 
 def rope_frequencies(dim: int, theta: float, *, factor: float = 1.0, original_length: int = 65536, beta_fast: float = 32.0,
                      beta_slow: float = 1.0) -> torch.Tensor:
@@ -32,7 +30,7 @@ def rope_table(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torc
     return angles.cos(), angles.sin()
 
 
-def apply_rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     """Rotates the last 2 * cos.shape[-1] dims of x [S, ..., d] by its row's angles (cos, sin [S, pairs] fp32); the rest is copied.
 
     Pair i is dims (d - 2P + 2i, d - 2P + 2i + 1): (a cos - b sin, a sin + b cos). `inverse` rotates back. fp32 inside, one rounding.
@@ -45,6 +43,3 @@ def apply_rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, invers
     a, b = x[..., -turned::2].float(), x[..., 1 - turned :: 2].float()
     y = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
     return torch.cat((x[..., :-turned], y.to(x.dtype)), -1)
-
-
-apply_rope = operation(apply_rope_ref)

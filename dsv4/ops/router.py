@@ -10,17 +10,19 @@ from .backend import operation
 
 
 def router_ref(x: torch.Tensor, gate: torch.Tensor, top_k: int, route_scale: float, *, bias: torch.Tensor | None = None,
-               chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(experts [S, k] int64, weights [S, k] fp32) for x [S, D], gate [E, D] fp32.
+               table: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts [S, k] int32, weights [S, k] fp32) for x [S, D], gate [E, D] fp32.
 
     Learned layers give `bias` [E] fp32: it decides which experts, not their weights; ties go to the lower index. Hash layers give
-    `chosen` [S, k], the experts of each token's id: their weights are the gathered scores all the same, not 1/k.
+    `table` [vocab, k] int64, each token's experts, and the tokens' `ids` [S]: the weights are the gathered scores all the same, not 1/k.
     """
     scores = F.softplus(x.float() @ gate.T).sqrt()
-    if chosen is None:
+    if table is not None:
+        chosen = table[ids]
+    else:
         chosen = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, chosen)
-    return chosen, weights / weights.sum(-1, keepdim=True) * route_scale
+    return chosen.int(), weights / weights.sum(-1, keepdim=True) * route_scale
 
 
 router = operation(router_ref)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.cache import CompressorState
+from dsv4.cache import CompressorCache
 
 
 def slow_entries(kv, score, ape, ratio):
@@ -39,10 +39,10 @@ def sequence(rng, ratio, d, S):
 def run(kv, score, ape, ratio, cuts, state=None, position=0):
     """The entries of a sequence fed in pieces of the given lengths; all of it must be used."""
     d = ape.shape[1] // (2 if ratio == 4 else 1)
-    state = state or CompressorState(ratio, d, "cpu")
+    state = state or CompressorCache(ratio, d, None, "cpu")
     out, first = [], 0
     for n in cuts:
-        piece = ops.compress(kv[first : first + n], score[first : first + n], ape, state.kv, state.score, position + first)
+        piece = ops.pool(kv[first : first + n], score[first : first + n], ape, state.kv, state.score, position + first)
         assert piece.shape == ((position + first + n) // ratio - (position + first) // ratio, d) and piece.dtype == torch.float32
         out.append(piece)
         first += n
@@ -61,7 +61,7 @@ CLOSE = {"rtol": 0, "atol": 5e-6}
 
 @pytest.mark.parametrize("ratio,d,S", [(4, 3, 1), (4, 3, 3), (4, 3, 4), (4, 5, 5), (4, 2, 8), (4, 3, 41), (128, 3, 127), (128, 2, 128),
                                        (128, 2, 129), (128, 1, 300)])
-def test_compress_in_one_piece(rng, ratio, d, S):
+def test_pool_in_one_piece(rng, ratio, d, S):
     inputs = sequence(rng, ratio, d, S)
     got, _ = run(*inputs, ratio, [S])
     torch.testing.assert_close(got, expected(*inputs, ratio), **CLOSE)

@@ -26,6 +26,10 @@ def values(expert):
     return tuple(w.dequantize().double().tolist() for w in (expert.w1, expert.w2, expert.w3))
 
 
+def moe(x, routed, shared, *rest):
+    return ops.moe(x, ops.pack_experts(routed, shared), *rest)
+
+
 def slow_moe(x, experts, shared, chosen, weights, limit):
     tables, common = [values(e) for e in experts], values(shared)
     out = []
@@ -64,7 +68,7 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 ])
 def test_moe(rng, S, D, width, E, k, kind):
     inputs = case(rng, S, D, width, E, k, kind)
-    torch.testing.assert_close(ops.moe(*inputs, LIMIT), slow_moe(*inputs, LIMIT), **CLOSE)
+    torch.testing.assert_close(moe(*inputs, LIMIT), slow_moe(*inputs, LIMIT), **CLOSE)
 
 
 def one_unit(gate, up):
@@ -82,8 +86,8 @@ def test_trap_12_the_clamp_comes_before_silu_and_spares_the_gates_negative_side(
     g, u = min(gate, 10.0), max(-10.0, min(10.0, up))
     want = g / (1 + math.exp(-g)) * u
     x, chosen = ONE
-    routed = ops.moe(x, [one_unit(gate, up)], NOTHING, chosen, torch.ones(1, 1), 10.0)
-    shared = ops.moe(x, [NOTHING], one_unit(gate, up), chosen, torch.ones(1, 1), 10.0)
+    routed = moe(x, [one_unit(gate, up)], NOTHING, chosen, torch.ones(1, 1), 10.0)
+    shared = moe(x, [NOTHING], one_unit(gate, up), chosen, torch.ones(1, 1), 10.0)
     assert routed.item() == shared.item() == pytest.approx(want, rel=1e-5, abs=1e-12)  # silu in fp32
     if gate == 20.0:
         assert abs(want - 10.0 * 3.0) > 1e-3  # after silu the clamp would give 10 exactly
@@ -96,14 +100,14 @@ def test_trap_13_w1_and_w3_with_different_global_scales(rng):
     assert packed.w1.global_scale / packed.w3.global_scale > 256
     x, chosen = torch.randn(2, 32, generator=rng), torch.zeros(2, 1, dtype=torch.int64)
     inputs = (x, [packed], packed, chosen, torch.rand(2, 1, generator=rng))
-    torch.testing.assert_close(ops.moe(*inputs, LIMIT), slow_moe(*inputs, LIMIT), **CLOSE)
+    torch.testing.assert_close(moe(*inputs, LIMIT), slow_moe(*inputs, LIMIT), **CLOSE)
 
 
 def test_an_expert_chosen_twice_counts_twice_and_unchosen_ones_are_not_touched(rng):
     x, experts, shared, _, _ = case(rng, 2, 16, 8, 3, 2)
     poison = ops.Expert(*(Weight.plain(torch.full(w.shape, float("nan"))) for w in experts[0]))
     chosen, weights = torch.tensor([[1, 1], [1, 2]]), torch.tensor([[0.25, 0.5], [1.0, 0.0]])
-    got = ops.moe(x, [poison, *experts[1:]], shared, chosen, weights, LIMIT)
+    got = moe(x, [poison, *experts[1:]], shared, chosen, weights, LIMIT)
     torch.testing.assert_close(got, slow_moe(x, experts, shared, chosen, weights, LIMIT), **CLOSE)
 
 
@@ -111,7 +115,7 @@ def test_bf16_rounds_the_weighted_activation_once_and_the_sum_once(rng):
     """The weight comes before w2, inside the one rounding of w2's input; experts are summed in fp32 and the sum rounded."""
     x, experts, shared, chosen, weights = case(rng, 6, 32, 16, 4, 2)
     low = x.bfloat16()
-    got = ops.moe(low, experts, shared, chosen, weights, LIMIT)
+    got = moe(low, experts, shared, chosen, weights, LIMIT)
     assert got.dtype == torch.bfloat16
 
     def part(row, e, weight):
@@ -140,10 +144,10 @@ def test_activation_precision_of_routed_and_shared_are_separate_and_apply_to_bot
     x, experts, shared, _, _ = case(rng, 1, 48, 32, 1, 1)
     chosen, weights = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[0.7]])
     for routed, common in ((activations, "bf16"), ("bf16", activations), (activations, activations)):
-        got = ops.moe(x, experts, shared, chosen, weights, LIMIT, routed, common)
+        got = moe(x, experts, shared, chosen, weights, LIMIT, routed, common)
         want = by_hand(x, experts[0], 0.7, quantise if routed == activations else lambda v: v)
         want = want + by_hand(x, shared, 1.0, quantise if common == activations else lambda v: v)
-        exact = ops.moe(x, experts, shared, chosen, weights, LIMIT)
+        exact = moe(x, experts, shared, chosen, weights, LIMIT)
         assert (got - exact).abs().max() > 1e-4
         # fp32 noise may flip one quantised value: a step of 2^-4 of its size, through a column of w2, once.
         assert (got - want).abs().max() < 0.25 * (got - exact).abs().max() + 1e-5

@@ -31,10 +31,10 @@ def slow_select(scores, visible, top_k):
 
 
 @pytest.mark.parametrize("S,H,d,T", [(1, 64, 128, 1), (2, 64, 128, 7), (5, 3, 32, 33), (4, 1, 8, 0)])
-def test_index_scores(rng, S, H, d, T):
+def test_weighted_relu(rng, S, H, d, T):
     q, keys, weights = torch.randn(S, H, d, generator=rng), torch.randn(T, d, generator=rng), torch.randn(S, H, generator=rng)
     weights *= d**-0.5 * H**-0.5
-    got = ops.index_scores(q, keys, weights)
+    got = ops.weighted_relu(q, keys, weights)
     want = torch.tensor(slow_scores(*(t.double().tolist() for t in (q, keys, weights)))).reshape(S, T)
     assert got.dtype == torch.float32 and got.shape == (S, T)
     # Dot products of d = 128 terms (1e-5 absolute at order 11), times weights of 0.01, over 64 heads.
@@ -43,22 +43,32 @@ def test_index_scores(rng, S, H, d, T):
 
 def test_relu_comes_before_the_weights_which_may_be_negative():
     q, keys = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[2.0], [-3.0]])
-    assert ops.index_scores(q, keys, torch.tensor([[-1.0, 0.25]])).tolist() == [[-1.5, 0.0]]
+    assert ops.weighted_relu(q, keys, torch.tensor([[-1.0, 0.25]])).tolist() == [[-1.5, 0.0]]
 
 
-def test_index_scores_are_fp32_for_bf16_inputs_and_in_tiles(rng, monkeypatch):
+def test_weighted_relu_are_fp32_for_bf16_inputs_and_in_tiles(rng, monkeypatch):
     q, keys = torch.randn(9, 4, 32, generator=rng).bfloat16(), torch.randn(21, 32, generator=rng).bfloat16()
     weights = torch.randn(9, 4, generator=rng)
-    whole = ops.index_scores(q, keys, weights)
-    assert torch.equal(whole, ops.index_scores(q.float(), keys.float(), weights))
+    whole = ops.weighted_relu(q, keys, weights)
+    assert torch.equal(whole, ops.weighted_relu(q.float(), keys.float(), weights))
     for tile in (1, 4 * 21 * 2, 4 * 21 * 9):
         monkeypatch.setattr(module, "TILE", tile)
-        torch.testing.assert_close(ops.index_scores(q, keys, weights), whole, rtol=0, atol=1e-5)  # another order of summation
+        torch.testing.assert_close(ops.weighted_relu(q, keys, weights), whole, rtol=0, atol=1e-5)  # another order of summation
+
+
+def chosen(scores, visible, top_k):
+    """The entries as a mask [S, T]; the list itself is ascending, with -1 behind the last. Ratio 1: a query at t sees t + 1 entries."""
+    got = ops.select_entries(scores, visible - 1, 1, top_k)
+    assert got.dtype == torch.int32 and got.shape == (len(scores), top_k)
+    for row in got.tolist():
+        real = [i for i in row if i >= 0]
+        assert real == sorted(set(real)) and row == real + [-1] * (top_k - len(real))
+    mask = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool)
+    return mask.scatter_(1, torch.where(got < 0, scores.shape[1], got).long(), True)[:, :-1]
 
 
 def select(scores, visible, top_k):
-    got = ops.select_entries(scores, visible, top_k)
-    assert got.dtype == torch.bool
+    got = chosen(scores, visible, top_k)
     assert got.tolist() == slow_select(scores.tolist(), visible.tolist(), top_k)
     return got
 
@@ -85,7 +95,7 @@ def test_trap_22_the_top_k_is_exact_wherever_the_best_lie(rng):
         scores = torch.rand(1, T, generator=rng)
         best = torch.tensor(list(places))
         scores[0, best] += 2
-        got = ops.select_entries(scores, torch.tensor([T]), top_k)
+        got = chosen(scores, torch.tensor([T]), top_k)
         assert got[0].nonzero().flatten().tolist() == sorted(places)
 
 
@@ -101,7 +111,7 @@ def test_trap_25_every_query_has_its_own_causal_limit_and_its_own_top_k(rng):
     scores = torch.randn(S, T, generator=rng)
     together = select(scores, visible, 6)
     for s in range(S):
-        assert torch.equal(ops.select_entries(scores[s : s + 1], visible[s : s + 1], 6)[0], together[s])
+        assert torch.equal(chosen(scores[s : s + 1], visible[s : s + 1], 6)[0], together[s])
 
 
 def test_trap_26_nan_never_becomes_an_index(rng):
@@ -121,9 +131,26 @@ def test_trap_26_nan_never_becomes_an_index(rng):
 def test_trap_27_ties_go_to_the_lower_index(rng):
     """With few index heads ReLU makes exact zeros: many entries tie there, and the choice must not depend on T or on the sort."""
     q, keys, weights = torch.randn(20, 2, 8, generator=rng), torch.randn(90, 8, generator=rng), torch.rand(20, 2, generator=rng)
-    scores = ops.index_scores(q, keys, weights)
+    scores = ops.weighted_relu(q, keys, weights)
     assert (scores == 0).sum() > 100  # a quarter of 1800 where both heads are negative
     for T in (33, 64, 90):
         select(scores[:, :T], torch.full((20,), T), T - 5)  # the cut runs through the zeros
     select(torch.randint(0, 3, (20, 90), generator=rng).float(), torch.randint(0, 91, (20,), generator=rng), 30)
     select(torch.tensor([[0.0, -0.0, 0.0, -0.0, 1.0]]), torch.tensor([5]), 2)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_index_scores_is_its_parts(rng, quantize):
+    """RoPE by the tokens' angles, then Hadamard and FP4, the weights scaled by (d H)^-0.5; no scores while all are among the best."""
+    S, H, d, first = 5, 64, 128, 30
+    q, keys, weights = torch.randn(S, H * d, generator=rng), torch.randn(40, d, generator=rng), torch.randn(S, H, generator=rng)
+    positions = torch.arange(first, first + S)
+    cos, sin = ops.rope_table(positions, ops.rope_frequencies(64, 1.6e5))
+    turned = ops.apply_rope(q.view(S, H, d), cos, sin)
+    if quantize:
+        turned = ops.fp4_round_trip(ops.hadamard(turned))
+    got = ops.index_scores(q, cos, sin, weights, keys, positions, 7, quantize)
+    want = torch.einsum("sh,sht->st", weights / math.sqrt(d * H), torch.relu(turned @ keys.T))
+    assert got.shape == (S, 8)  # (34 + 1) // 4
+    torch.testing.assert_close(got, want[:, :8], rtol=0, atol=1e-5)
+    assert (ops.index_scores(q, cos, sin, weights, keys, positions, 8, quantize) == 0).all()

@@ -35,28 +35,33 @@ def bound(x, w):
     return (8 + math.sqrt(x.shape[-1])) * 2.0**-24 * (x.double().abs() @ w.double().abs().T) + 1e-30
 
 
+def project(x, weight):
+    (got,) = ops.projections(x, (weight,), ("bf16",))
+    return got
+
+
 KINDS = ["nvfp4", "mxfp4", "fp8", "bf16", "fp32"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("S,out,k", [(1, 1, 32), (3, 130, 192), (2, 7, 64)])
-def test_linear_fp32(rng, kind, S, out, k):
+def test_projections(rng, kind, S, out, k):
     x, weight = torch.randn(S, k, generator=rng), packed(kind, torch.randn(out, k, generator=rng) * 0.05)
     values = weight.dequantize()
-    got = ops.linear_fp32(x, weight)
+    got = project(x, weight)
     assert got.dtype == torch.float32
     assert ((got - slow(x, values)).abs() <= bound(x, values)).all()
     low = x.bfloat16()
-    assert torch.equal(ops.linear_fp32(low, weight), ops.linear_fp32(low.float(), weight))  # bf16 inputs are exact, the sums fp32
+    assert torch.equal(project(low, weight), project(low.float(), weight))  # bf16 inputs are exact, the sums fp32
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_linear_rounds_once_and_keeps_leading_axes(rng, kind):
-    x, weight = torch.randn(2, 3, 64, generator=rng), packed(kind, torch.randn(40, 64, generator=rng) * 0.1)
-    assert torch.equal(ops.linear(x, weight), ops.linear_fp32(x, weight))
-    got = ops.linear(x.bfloat16(), weight)
-    assert got.dtype == torch.bfloat16 and got.shape == (2, 3, 40)
-    assert torch.equal(got, ops.linear_fp32(x.bfloat16().float(), weight).bfloat16())
+def test_linear_rounds_once(rng, kind):
+    x, weight = torch.randn(3, 64, generator=rng), packed(kind, torch.randn(40, 64, generator=rng) * 0.1)
+    assert torch.equal(ops.linear(x, (weight,)), project(x, weight))
+    got = ops.linear(x.bfloat16(), (weight,))
+    assert got.dtype == torch.bfloat16 and got.shape == (3, 40)
+    assert torch.equal(got, project(x.bfloat16().float(), weight).bfloat16())
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8", "nvfp4"])
@@ -68,10 +73,10 @@ def test_activation_precisions(rng, activations, k):
     weight = packed("fp8", torch.randn(9, k, generator=rng) * torch.exp2(torch.randint(0, 9, (9, k), generator=rng)))
     seen = {"bf16": x, "fp8": ops.fp8_round_trip(x, 128), "nvfp4": ops.nvfp4_round_trip(x)}[activations]
     values = weight.dequantize()
-    got = ops.linear(x, weight, activations)
+    got = ops.linear(x, (weight,), activations)
     assert ((got - slow(seen, values)).abs() <= bound(seen, values)).all()
     if activations != "bf16":
-        assert not torch.equal(got, ops.linear(x, weight))
+        assert not torch.equal(got, ops.linear(x, (weight,)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,29 +85,40 @@ def test_grouped_linear(rng, kind, S, G, R, k):
     """Group g of the input meets rows g*R .. of the weight; R need not be a multiple of FP8's blocks."""
     x, weight = torch.randn(S, G, k, generator=rng), packed(kind, torch.randn(G * R, k, generator=rng) * 0.1)
     values = weight.dequantize()
-    got = ops.grouped_linear(x, weight)
+    got = ops.grouped_linear(x, (weight,))
     assert got.shape == (S, G, R)
     for g in range(G):
         rows = values[g * R : (g + 1) * R]
         assert ((got[:, g] - slow(x[:, g], rows)).abs() <= bound(x[:, g], rows)).all()
     low = x.bfloat16()
-    assert torch.equal(ops.grouped_linear(low, weight), ops.grouped_linear(low.float(), weight).bfloat16())
+    assert torch.equal(ops.grouped_linear(low, (weight,)), ops.grouped_linear(low.float(), (weight,)).bfloat16())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_of_rows_give_what_one_piece_gives(rng, kind, monkeypatch):
     """A weight of more elements than TILE is dequantised in runs of rows, a multiple of 128, the last one ragged."""
     x, weight = torch.randn(3, 32, generator=rng), packed(kind, torch.randn(300, 32, generator=rng))
-    whole, values = ops.linear_fp32(x, weight), weight.dequantize()
+    whole, values = project(x, weight), weight.dequantize()
     for tile in (1, 32 * 256, 32 * 300):
         monkeypatch.setattr(module, "TILE", tile)
-        tiled = ops.linear_fp32(x, weight)
+        tiled = project(x, weight)
         assert tiled.shape == whole.shape and ((tiled.double() - slow(x, values)).abs() <= bound(x, values)).all()
 
 
 def test_zeros_and_the_largest_values(rng):
     weight = packed("nvfp4", torch.zeros(4, 32))
-    assert (ops.linear(torch.randn(2, 32, generator=rng), weight) == 0).all()
-    assert (ops.linear(torch.zeros(2, 32), packed("fp8", torch.randn(4, 32, generator=rng))) == 0).all()
+    assert (ops.linear(torch.randn(2, 32, generator=rng), (weight,)) == 0).all()
+    assert (ops.linear(torch.zeros(2, 32), (packed("fp8", torch.randn(4, 32, generator=rng)),)) == 0).all()
     largest = packed("mxfp4", torch.full((3, 32), 6.0 * 2.0**100))
-    assert ops.linear_fp32(torch.ones(1, 32), largest).tolist() == [[32 * 6.0 * 2.0**100] * 3]
+    assert project(torch.ones(1, 32), largest).tolist() == [[32 * 6.0 * 2.0**100] * 3]
+
+
+def test_projections_of_several_formats_each_with_its_input(rng):
+    x = torch.randn(4, 64, generator=rng)
+    weights = tuple(packed(kind, torch.randn(out, 64, generator=rng)) for kind, out in (("fp8", 40), ("bf16", 7), ("nvfp4", 24)))
+    assert ops.pack_weights(weights) is weights
+    got = ops.projections(x, weights, ("fp8", "bf16", "nvfp4"))
+    for y, weight, seen in zip(got, weights, (ops.fp8_round_trip(x, 128), x, ops.nvfp4_round_trip(x)), strict=True):
+        assert torch.equal(y, project(seen, weight))
+    with pytest.raises(ValueError):
+        ops.projections(x, weights, ("bf16",))

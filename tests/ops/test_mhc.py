@@ -7,6 +7,8 @@ import torch
 
 from dsv4 import ops
 
+from .test_norm import slow_rms
+
 EPS, HC_EPS, ITERATIONS = 1e-6, 1e-6, 20
 CONSTANTS = {"norm_eps": EPS, "hc_eps": HC_EPS, "iterations": ITERATIONS}
 
@@ -74,10 +76,10 @@ def tensors(*lists):
 
 
 @pytest.mark.parametrize("S,n,D", [(1, 4, 192), (5, 4, 33), (3, 4, 1), (2, 2, 7), (4, 3, 40)])
-def test_mhc_pre_and_post(rng, S, n, D):
+def test_collapse_and_post(rng, S, n, D):
     X, fn, base, scale = site(rng, S, n, D)
     X[-1] *= 1e-3
-    x, post, comb = ops.mhc_pre(X, fn, base, scale, **CONSTANTS)
+    x, post, comb = ops.collapse(X, fn, base, scale, **CONSTANTS)
     o = torch.randn(S, D, generator=rng)
     after = ops.mhc_post(o, X, post, comb)
     assert post.dtype == comb.dtype == torch.float32
@@ -89,13 +91,13 @@ def test_mhc_pre_and_post(rng, S, n, D):
         torch.testing.assert_close(after[s], torch.tensor(want), **CLOSE)
 
 
-def test_mhc_pre_with_zeros_one_iteration_and_saturated_logits(rng):
+def test_collapse_with_zeros_one_iteration_and_saturated_logits(rng):
     X, fn, base, scale = site(rng, 3, 4, 24)
     X[0] = 0
     base[:8] = torch.tensor([200.0, -200.0, 0, 0] * 2)
     base[8:] = torch.randn(16, generator=rng) * 60
     for iterations in (1, 2, 20):
-        x, post, comb = ops.mhc_pre(X, fn, base, scale, norm_eps=EPS, hc_eps=HC_EPS, iterations=iterations)
+        x, post, comb = ops.collapse(X, fn, base, scale, norm_eps=EPS, hc_eps=HC_EPS, iterations=iterations)
         assert (x[0] == 0).all()
         for s in range(3):
             want = tensors(*slow_pre(*(t.double().tolist() for t in (X[s], fn, base, scale)), iterations))
@@ -108,7 +110,7 @@ def test_trap_03_sinkhorn_ends_on_the_column_step(rng):
     """Column sums are 1 to about hc_eps; row sums are not, for logits that 20 iterations do not bring to balance."""
     X, fn, base, scale = site(rng, 50, 4, 16)
     base[8:] *= 8
-    _, _, comb = ops.mhc_pre(X, fn, base, scale, **CONSTANTS)
+    _, _, comb = ops.collapse(X, fn, base, scale, **CONSTANTS)
     assert (comb.sum(-2) - 1).abs().max() < 4e-6  # hc_eps = 1e-6 and a few fp32 roundings of sums of 4
     assert (comb.sum(-1) - 1).abs().max() > 1e-4
 
@@ -133,9 +135,10 @@ def test_mhc_post_rounds_once_and_adds_no_residual(rng):
 @pytest.mark.parametrize("S,n,D", [(1, 4, 192), (5, 4, 33), (2, 2, 1)])
 def test_hc_head(rng, S, n, D):
     X, fn, base, scale = site(rng, S, n, D, head=True)
-    y = ops.hc_head(X, fn, base, scale, norm_eps=EPS, hc_eps=HC_EPS)
+    norm = torch.randn(D, generator=rng)
+    y = ops.hc_head(X, fn, base, scale, norm, norm_eps=EPS, hc_eps=HC_EPS)
     for s in range(S):
-        want = slow_head(*(t.double().tolist() for t in (X[s], fn, base, scale)))
+        want = slow_rms(slow_head(*(t.double().tolist() for t in (X[s], fn, base, scale))), norm.double().tolist())
         torch.testing.assert_close(y[s], torch.tensor(want), **CLOSE)
 
 
@@ -143,5 +146,17 @@ def test_trap_01_the_final_collapse_is_hc_head_and_not_stream_0(rng):
     """Nor the mean or the sum: every stream has its own weight, sigmoid + eps, with no factor 2 and no normalisation."""
     X, fn, base, _ = site(rng, 1, 4, 12, head=True)
     base = torch.tensor([-40.0, 0.0, 40.0, math.log(3.0)])  # weights 0, 1/2, 1, 3/4 when the projection is switched off
-    y = ops.hc_head(X, fn, base, torch.zeros(1), norm_eps=EPS, hc_eps=HC_EPS)
-    torch.testing.assert_close(y[0], 0.5 * X[0, 1] + X[0, 2] + 0.75 * X[0, 3], rtol=0, atol=2e-5)  # 4 streams of hc_eps = 1e-6 of ~3
+    y = ops.hc_head(X, fn, base, torch.zeros(1), torch.ones(12), norm_eps=EPS, hc_eps=HC_EPS)
+    want = ops.rms_norm(0.5 * X[0, 1] + X[0, 2] + 0.75 * X[0, 3], torch.ones(12), EPS)
+    torch.testing.assert_close(y[0], want, rtol=0, atol=2e-5)  # 4 streams of hc_eps = 1e-6 of ~3
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_mhc_pre_returns_what_is_pending_then_collapses_then_norms(rng, pending):
+    X, fn, base, scale = site(rng, 3, 4, 24)
+    norm = torch.randn(24, generator=rng)
+    last = ops.Pending(torch.randn(3, 24, generator=rng), torch.rand(3, 4, generator=rng), torch.rand(3, 4, 4, generator=rng))
+    after, x, post, comb = ops.mhc_pre(X, last if pending else None, fn, base, scale, norm, **CONSTANTS)
+    assert torch.equal(after, ops.mhc_post(last.o, X, last.post, last.comb) if pending else X)
+    want, *returns = ops.collapse(after, fn, base, scale, **CONSTANTS)
+    assert torch.equal(x, ops.rms_norm(want, norm, EPS)) and torch.equal(post, returns[0]) and torch.equal(comb, returns[1])

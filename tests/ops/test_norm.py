@@ -92,3 +92,18 @@ def test_kv_norm_rope(rng, d, turned, dtype):
         stop = min(start + 64, plain)
         assert torch.equal(quantised[:, start:stop], ops.fp8_round_trip(exact[:, start:stop], 64))
     assert not torch.equal(quantised, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first,S,R", [(0, 1, 20), (18, 5, 20), (127, 3, 131)])
+def test_latents_norms_both_and_writes_the_ring(rng, first, S, R, dtype):
+    qa, kv, q_norm, kv_norm = (torch.randn(*shape, generator=rng) for shape in ((S, 48), (S, 512), (48,), (512,)))
+    positions, window = torch.arange(first, first + S), torch.randn(R, 512, generator=rng).to(dtype)
+    cos, sin = ops.rope_table(positions, ops.rope_frequencies(64, 1e4))
+    before = window.clone()
+    qr = ops.latents(qa, kv, q_norm, kv_norm, cos, sin, positions, window, EPS, True)
+    assert torch.equal(qr, ops.rms_norm(qa, q_norm, EPS).to(dtype))
+    want = ops.kv_norm_rope(kv.to(dtype), kv_norm, cos, sin, EPS, True)
+    for s in range(S):
+        before[(first + s) % R] = want[s]
+    assert torch.equal(window, before)

@@ -32,7 +32,7 @@ def test_learned_router(rng, S, D, E, k, scale):
     x, gate, bias = torch.randn(S, D, generator=rng), torch.randn(E, D, generator=rng), torch.randn(E, generator=rng)
     chosen, weights = ops.router(x, gate, k, scale, bias=bias)
     want, want_weights = slow_router(x.double().tolist(), gate.double().tolist(), k, scale, bias.double().tolist())
-    assert chosen.dtype == torch.int64 and weights.dtype == torch.float32
+    assert chosen.dtype == torch.int32 and weights.dtype == torch.float32
     ranked = torch.tensor(slow_scores(x.double().tolist(), gate.double().tolist())) + bias
     for s in range(S):
         if chosen[s].tolist() != want[s]:  # only where fp32 cannot tell two experts apart: scores of order 3, sums of D products
@@ -48,7 +48,7 @@ def test_bias_selects_but_does_not_weigh(rng):
     bias[[2, 5]] = torch.tensor([100.0, 50.0])
     chosen, weights = ops.router(x, gate, 2, 1.5, bias=bias)
     assert chosen.sort(-1).values.tolist() == [[2, 5]] * 4
-    _, want = ops.router(x, gate, 2, 1.5, chosen=chosen)
+    _, want = ops.router(x, gate, 2, 1.5, table=chosen.long(), ids=torch.arange(4))
     assert torch.equal(weights, want)
 
 
@@ -65,7 +65,7 @@ def test_ties_go_to_the_lower_index():
 def test_large_and_small_logits():
     """softplus(z) is z from 20 on and e^z far below 0; neither overflows."""
     gate = torch.tensor([[500.0], [19.99], [20.01], [-80.0], [0.0]])
-    chosen, weights = ops.router(torch.ones(1, 1), gate, 5, 1.0, chosen=torch.arange(5)[None])
+    chosen, weights = ops.router(torch.ones(1, 1), gate, 5, 1.0, table=torch.arange(5)[None], ids=torch.tensor([0]))
     _, want = slow_router([[1.0]], gate.double().tolist(), 5, 1.0, chosen=[list(range(5))])
     # torch takes softplus(z) = z above 20, which is off by 2e-9.
     assert weights[0].tolist() == pytest.approx(want[0], rel=2e-6)
@@ -75,7 +75,8 @@ def test_trap_11_hash_layers_weigh_by_gathered_scores_and_have_no_bias(rng):
     """The experts come from the token's id, the weights from the gate all the same: not 1/k each."""
     x, gate = torch.randn(6, 24, generator=rng), torch.randn(8, 24, generator=rng)
     table = torch.stack([torch.randperm(8, generator=rng)[:3] for _ in range(6)])
-    chosen, weights = ops.router(x, gate, 3, 2.5, chosen=table)
+    order = torch.randperm(6, generator=rng)  # token s has the id order[s]
+    chosen, weights = ops.router(x, gate, 3, 2.5, table=table[order.argsort()], ids=order)
     _, want = slow_router(x.double().tolist(), gate.double().tolist(), 3, 2.5, chosen=table.tolist())
     assert torch.equal(chosen, table)
     torch.testing.assert_close(weights, torch.tensor(want), rtol=5e-5, atol=1e-6)  # as in test_learned_router

@@ -304,8 +304,8 @@ def small_folder(tmp_path):
 
 
 def assert_same(got, expected):
-    """Equal but for the order of fp32 sums, which a BLAS does not promise from call to call (bits differed once in the whole suite, with two
-    processes on two cores; the cause was not isolated). A wrong weight gives 0.01 and more."""
+    """Equal but for the order of fp32 sums, which a BLAS does not promise from call to call (bits differed once in the whole suite, with
+    two processes on two cores; the cause was not isolated). A wrong weight gives 0.01 and more."""
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
 
 

@@ -1,0 +1,21 @@
+"""Rows of keys: how a cache holds window keys, compressed entries and the indexer's keys."""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import operation
+
+
+def new_keys_ref(rows: int, width: int, dtype: torch.dtype, device) -> torch.Tensor:
+    """Memory for `rows` keys of attention, [rows, width]; the definitions hold the (quantised) values in the run's dtype."""
+    return torch.zeros(rows, width, dtype=dtype, device=device)
+
+
+def new_index_keys_ref(rows: int, width: int, dtype: torch.dtype, device) -> torch.Tensor:
+    """The same for the indexer's keys."""
+    return torch.zeros(rows, width, dtype=dtype, device=device)
+
+
+new_keys = operation(new_keys_ref)
+new_index_keys = operation(new_index_keys_ref)
