@@ -90,6 +90,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--activations", choices=("auto", "bf16", "fp8", "nvfp4"), default="auto",
                    help="what quantised weights see of their input; emulated where the hardware lacks it (default: auto, which is bf16)")
     g.add_argument("--layers", metavar="A:B", type=layer_range, help="run only the layers A to B - 1, for diagnosis")
+    g.add_argument("--decode-consistency", metavar="N", type=whole(1),
+                   help="decode N tokens, then hold their logits to a fresh prefill of the same tokens; exit 1 if they differ")
     g = p.add_argument_group("generation (defaults: the checkpoint's generation_config.json)")
     g.add_argument("--max-new-tokens", metavar="N", type=whole(0), default=512, help="0 only reads the prompt (default: 512)")
     g.add_argument("--temperature", metavar="T", type=float, help="0 is greedy, and bit-identical from run to run")
@@ -241,12 +243,15 @@ def generate(args: argparse.Namespace) -> int:
 def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: float) -> int:
     """The story: checkpoint, ids, plan, load, prefill, decode, report."""
     from dsv4.checkpoint import Checkpoint  # brings torch
+    from dsv4.decode import compare_with_prefill
     from dsv4.errors import CheckpointError
     from dsv4.sampler import Sampler, generation_defaults
 
     checkpoint = Checkpoint.open(args.model)
     defaults, eos = generation_defaults(checkpoint)
     sampling = choose_sampling(args, defaults)
+    if args.decode_consistency is not None:  # exactly N tokens, whatever they are
+        args.max_new_tokens, eos = args.decode_consistency, set()
     tokenizer = open_tokenizer(args.model) if prompt is not None or has_tokenizer(args.model) else None
     ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
     try:
@@ -270,7 +275,8 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         loading = time.perf_counter()
         model = load(checkpoint, plan, numerics, interrupt)
         model.on_layer = interrupt.check
-        run = Run(model, Sampler(sampling, ids), interrupt, keep_logits=args.dump_logits is not None)
+        sampler = Sampler(sampling, ids, checkpoint.config.vocab_size, plan.context, plan.devices[-1].device)
+        run = Run(model, sampler, interrupt, keep_logits=args.dump_logits is not None or args.decode_consistency is not None)
         run.timing["load_s"] = time.perf_counter() - loading
         logits = run.prefill(ids, plan.chunk)
         run.timing["first_token_s"] = time.perf_counter() - started
@@ -278,12 +284,16 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         exit_code = 130 if finish == "interrupt" else 0
         if run.rows is not None and exit_code == 0:
             run.last_row(answer.ids)
+        if args.decode_consistency is not None and exit_code == 0:
+            told, failure = compare_with_prefill(model, (ids + answer.ids)[: run.cache.position], run.rows, len(ids))
+            say(told)
+            exit_code = 1 if failure else 0
     except Interrupt.Stop:
         finish, exit_code = "interrupt", 130
     except UserError as error:  # what was generated before it is kept
         finish, exit_code, failure = "error", error.exit_code, str(error)
     answer.close()
-    if run is not None and run.rows is not None:
+    if run is not None and args.dump_logits is not None:
         try:
             run.dump_logits(args.dump_logits, ids + answer.ids)
         except UserError as error:
@@ -333,7 +343,7 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
     runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
     devices = runtime.resolve_devices(args.devices)
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
-    dump = 0 if args.dump_logits is None else 4 * context * config.vocab_size
+    dump = 0 if args.dump_logits is None and args.decode_consistency is None else 4 * context * config.vocab_size
 
     def free_bytes(device):  # the rows to dump are kept on the host
         return runtime.free_bytes(device) - (dump if device.type == "cpu" else 0)
@@ -386,8 +396,10 @@ class Run:
     def __init__(self, model, sampler, interrupt: Interrupt, keep_logits: bool):
         import torch
 
-        self.model, self.sampler, self.interrupt = model, sampler, interrupt
-        self.cache = model.new_cache()
+        from dsv4.decode import decoder
+
+        self.model, self.interrupt, self.cache = model, interrupt, model.new_cache()
+        self.decoder = decoder(model, self.cache, sampler)
         # One row a token, fp32 on the host, allocated once: the plan counted it.
         self.rows = torch.empty(self.cache.context, model.config.vocab_size) if keep_logits else None
         self.timing: dict[str, float] = {}
@@ -411,15 +423,15 @@ class Run:
         start = time.perf_counter()
         try:
             while len(answer.ids) < max_new_tokens:
-                answer.push(self.sampler(logits))
+                answer.push(self.decoder.step() if answer.ids else self.decoder.sample(logits))
+                if self.rows is not None:
+                    self.rows[self.cache.position - 1] = self.decoder.logits
                 if answer.ids[-1] in answer.eos:
                     return "stop"
                 if self.interrupt.asked or answer.broken:
                     return "interrupt"
                 if self.cache.position >= self.cache.context:
                     break
-                if len(answer.ids) < max_new_tokens:
-                    logits = self._forward(answer.ids[-1:], "last")
             return "length"
         except Interrupt.Stop:
             return "interrupt"
@@ -431,9 +443,9 @@ class Run:
     def _forward(self, ids, logits):
         if self.rows is None:
             return self.model.forward(ids, self.cache, logits)
-        start = self.cache.position
-        self.rows[start : start + len(ids)] = self.model.forward(ids, self.cache, "all")
-        return self.rows[self.cache.position - 1]
+        out, end = self.model.forward(ids, self.cache, "all"), self.cache.position
+        self.rows[end - len(ids) : end] = out
+        return out[-1]
 
     def last_row(self, generated: list[int]) -> None:
         """Runs the last generated token too, if the context has room: a dump has a row for every token."""

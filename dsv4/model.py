@@ -16,7 +16,7 @@ from .layers.attention import Attention
 from .layers.mhc import Head, HyperConnection, Streams
 from .layers.moe import MoE
 from .layers.step import Rope, Step
-from .plan import Plan
+from .plan import DevicePlan, Plan
 
 
 class Block:
@@ -44,7 +44,7 @@ class Model:
                  on_progress: Callable[[int, str, torch.device], None] | None = None):
         """Loads layer by layer; `on_progress(bytes read, part, device)` is told after each part."""
         self.config, self.plan, self.numerics = checkpoint.config, plan, numerics
-        self.on_layer: Callable[[int, torch.Tensor], None] | None = None
+        self.on_layer: Callable[[int, Streams], None] | None = None
         report = on_progress or (lambda *_: None)
         first, last = plan.device_of(plan.layers[0]), plan.device_of(plan.layers[-1])
         self.embed = Binder(checkpoint, "", first, numerics).stored("embed.weight")
@@ -58,9 +58,9 @@ class Model:
         report(checkpoint.nbytes("head"), "head", last)
         self.rope = Rope(self.config)
 
-    def new_cache(self) -> Cache:
-        """An empty cache for the planned context and chunk."""
-        context, chunk, dtype = self.plan.context, self.plan.chunk, self.numerics.dtype
+    def new_cache(self, context: int | None = None) -> Cache:
+        """An empty cache for the planned context, or another, and the planned chunk."""
+        context, chunk, dtype = context or self.plan.context, self.plan.chunk, self.numerics.dtype
         layers = {n: LayerCache(self.config, n, context, chunk, dtype, block.device) for n, block in self.layers.items()}
         return Cache(layers, context, chunk)
 
@@ -71,7 +71,7 @@ class Model:
         Returns logits as fp32 on the head's device: [vocab] after the last token, [S, vocab], or None. Raises UserError when the
         tokens do not fit the context or the vocabulary, CheckpointError when streams or logits are not finite, with the first layer.
         """
-        self._check(ids, cache)
+        self.check(ids, cache)
         device, end = self.embed.device, cache.position + len(ids)
         finite = {}  # each stays on its device until something is wrong
         X = self.run(torch.tensor(ids, device=device), torch.arange(cache.position, end, device=device), cache, finite)
@@ -88,24 +88,35 @@ class Model:
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The streams [S, n, D] after all layers, for tokens at these positions (int64 [S], on the embedding's device).
 
-        The host decides nothing by the positions, so that the work can be captured in a graph. `finite`, if given, gets a flag for the
-        embedding and for each layer's two blocks.
+        `finite`, if given, gets a flag for the embedding and for each layer.
         """
-        streams, step = Streams(self.embed[ids].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()), None
+        X = self.embedded(ids)
         if finite is not None:
-            finite["the embedding"] = streams.X.isfinite().all()
-        for number, block in self.layers.items():
-            if step is None or ids.device != block.device:
-                ids, positions = ids.to(block.device), positions.to(block.device)
-                streams, step = Streams(streams.settled().to(block.device)), Step.at(positions, ids, self.rope)
-            streams = block(streams, step, cache.layers[number])
+            finite["the embedding"] = X.isfinite().all()
+        for share in self.plan.devices:
+            ids, positions = ids.to(share.device), positions.to(share.device)
+            X = self.run_share(share, X.to(share.device), ids, positions, cache, finite)
+        return X
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The streams [S, n, D] before the first layer: every stream is the token's embedding."""
+        return self.embed[ids].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+
+    def run_share(self, share: DevicePlan, X: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, cache: Cache,
+                  finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """One device's layers: all tensors are on it, and the host decides nothing by what they hold, so that the work can be captured in
+        a graph."""
+        streams, step = Streams(X), Step.at(positions, ids, self.rope)
+        for number in share.layers:
+            streams = self.layers[number](streams, step, cache.layers[number])
             if finite is not None:  # what is wrong in the attention's part is wrong in X
                 finite[f"layer {number} ({self.config.kind(number)})"] = streams.X.isfinite().all() & streams.pending.o.isfinite().all()
             if self.on_layer is not None:
-                self.on_layer(number, streams.settled())
+                self.on_layer(number, streams)
         return streams.settled()
 
-    def _check(self, ids, cache):
+    def check(self, ids: list[int], cache: Cache) -> None:
+        """Raises UserError unless these tokens are of the vocabulary and fit the cache and its chunk."""
         if not ids:
             raise UserError("expected at least one token, found none")
         if cache.position + len(ids) > cache.context:

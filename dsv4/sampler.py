@@ -1,4 +1,4 @@
-"""The next token from logits: greedy at temperature 0, else a seeded draw."""
+"""How the next token is drawn: the settings, and their state over one answer. The draw itself is ops.sample."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import ops
 from .errors import CheckpointError, UserError
 
 
@@ -55,34 +56,27 @@ def generation_defaults(checkpoint) -> tuple[dict, set[int]]:
 
 
 class Sampler:
-    """Draws on the CPU, so that a seed gives the same tokens whatever device made the logits bit for bit."""
+    """The settings, what was seen and the random numbers of one answer, on the device that makes the logits.
 
-    def __init__(self, sampling: Sampling, prompt_ids: list[int]):
-        self.sampling, self.seen = sampling, set(prompt_ids)
-        self.generator = torch.Generator()
+    Position p's draw uses the p-th number of the seed's sequence, so a seed gives the same tokens on every device that makes the same
+    logits (ops/sample.py).
+    """
+
+    def __init__(self, sampling: Sampling, prompt_ids: list[int], vocab_size: int, context: int, device):
+        self.sampling = sampling
+        generator = torch.Generator()
         if sampling.seed is None:
-            self.generator.seed()
+            generator.seed()
         else:
-            self.generator.manual_seed(sampling.seed)
+            generator.manual_seed(sampling.seed)
+        self.uniforms = torch.rand(context, generator=generator).to(device)
+        self.seen = torch.zeros(vocab_size, dtype=torch.uint8)
+        self.seen[prompt_ids] = 1
+        self.seen = self.seen.to(device)
 
-    def __call__(self, logits: torch.Tensor) -> int:
-        """logits [vocab] fp32, finite -> a token id. Greedy ties go to the lowest id."""
+    def __call__(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """logits [vocab] fp32 and the position of the token behind them, positions [S] (the last counts) -> the next token, int64 [1];
+        -1 if a logit is not finite. Greedy ties go to the lowest id."""
         s = self.sampling
-        logits = logits.float().cpu()
-        if s.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(self.seen), dtype=torch.long)
-            score = logits[seen]
-            penalty = min(max(s.repetition_penalty, 1e-30), 1e30)  # within fp32: 0 * inf would be NaN
-            logits = logits.index_copy(0, seen, torch.where(score > 0, score / penalty, score * penalty))
-        token = int(logits.argmax()) if s.temperature == 0 else self._draw(logits)
-        self.seen.add(token)
-        return token
-
-    def _draw(self, logits):
-        s = self.sampling
-        # The largest logit is taken off before the division: a tiny temperature then gives -inf, not NaN.
-        order = torch.sort((logits - logits.max()) / max(s.temperature, 1e-30), descending=True, stable=True)  # in fp32 1e-50 is 0
-        probabilities = order.values[: s.top_k or None].softmax(-1)
-        if s.top_p < 1:  # the fewest tokens whose sum reaches top_p
-            probabilities = probabilities[: int((probabilities.cumsum(-1) < s.top_p).sum()) + 1]
-        return int(order.indices[torch.multinomial(probabilities, 1, generator=self.generator)])
+        return ops.sample(logits, self.seen, self.uniforms, positions, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p,
+                          repetition_penalty=s.repetition_penalty)

@@ -35,7 +35,7 @@ def package(args, checkpoint: Checkpoint, layers: range) -> tuple[dict[int, torc
                      dtype=torch.float32, free_bytes=runtime.free_bytes)
     model = Model(checkpoint, plan, Numerics(kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised))
     cache, pieces, rows = model.new_cache(), {n: [] for n in layers}, []
-    model.on_layer = lambda n, X: pieces[n].append(X)
+    model.on_layer = lambda n, streams: pieces[n].append(streams.settled())
     for i in range(0, len(args.prompt_ids), args.chunk):
         rows.append(model.forward(args.prompt_ids[i : i + args.chunk], cache, "all"))
     return {n: torch.cat(X) for n, X in pieces.items()}, torch.cat(rows)

@@ -525,3 +525,13 @@ def test_nan_where_it_would_only_choose_is_refused(run, folder, module, suffix, 
         file.write(data)
     code, out, err = run("--model", folder, "a")
     assert code == 3 and f"{module}.{suffix}: expected finite numbers" in one_line(err)
+
+
+def test_decode_consistency(run, monkeypatch):
+    """N tokens, also past the end of the answer; a cache that loses something is found and named."""
+    code, out, err = run("What is the capital of France?", "--decode-consistency", 30, "--temperature", 0)
+    assert code == 0 and out.startswith("The capital of France is Paris") and "decode-consistency: 31 rows of logits" in err
+    decode = script.Run.decode
+    monkeypatch.setattr(script.Run, "decode", lambda self, *args: (self.cache.layers[5].window.zero_(), decode(self, *args))[1])
+    code, _, err = run("What is the capital of France?", "--decode-consistency", 9, "--temperature", 0)
+    assert code == 1 and err.splitlines()[-1].startswith("error: --decode-consistency: expected differences of at most 0.0001")

@@ -182,7 +182,7 @@ def test_every_format_agrees_with_the_oracle(format, weights, ids, tmp_path):
         expected = oracle.forward(config, read, torch.tensor([ids]))
     model = open_model(tmp_path / "ours")
     streams = {}
-    model.on_layer = streams.__setitem__
+    model.on_layer = lambda n, after: streams.__setitem__(n, after.settled())
     actual = model.forward(ids, model.new_cache(), "all")
     for n, X in streams.items():
         assert (X - expected.hidden[n + 1][0]).abs().max() <= TOLERANCE, f"streams after layer {n}"
@@ -267,7 +267,7 @@ def test_layers_runs_only_these(weights, ids, tmp_path):
     write_checkpoint(tmp_path, SMALL, weights, "f32")
     seen = []
     model = open_model(tmp_path, layers=range(2, 4))
-    model.on_layer = lambda n, X: seen.append((n, tuple(X.shape)))
+    model.on_layer = lambda n, streams: seen.append((n, tuple(streams.X.shape)))
     model.forward(ids[:9], model.new_cache())
     assert seen == [(2, (9, 4, SMALL.hidden_size)), (3, (9, 4, SMALL.hidden_size))]
     config, read = oracle.open_checkpoint(tmp_path)

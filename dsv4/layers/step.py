@@ -17,6 +17,7 @@ class Rope:
     def __init__(self, config: ModelConfig):
         dim = config.qk_rope_head_dim
         self.ratios = sorted(set(config.compress_ratios))
+        self._of_device: dict[tuple[bool, torch.device], torch.Tensor] = {}  # so that a step copies nothing from the host
         self.plain = ops.rope_frequencies(dim, config.rope_theta)
         self.compressed = ops.rope_frequencies(
             dim, config.compress_rope_theta, factor=config.rope_factor, original_length=config.rope_original_length,
@@ -24,7 +25,10 @@ class Rope:
 
     def table(self, ratio: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, fp32 [len(positions), rope/2], for a layer of this compress ratio."""
-        return ops.rope_table(positions, self.compressed if ratio else self.plain)
+        key = bool(ratio), positions.device
+        if key not in self._of_device:
+            self._of_device[key] = (self.compressed if ratio else self.plain).to(positions.device)
+        return ops.rope_table(positions, self._of_device[key])
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]

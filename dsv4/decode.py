@@ -1,0 +1,161 @@
+"""Decoding: one token in, the next one out. Step by step, or, on the kernels, as one captured CUDA graph per GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from . import ops
+from .cache import Cache
+from .errors import CheckpointError
+from .model import Model
+from .plan import DevicePlan
+from .sampler import Sampler
+
+T = TypeVar("T")
+
+
+class Decoder:
+    """One answer: `sample` takes the prompt's last logits, `step` runs the last token and samples the next.
+
+    `logits` [vocab] fp32: the row behind the last sampled token.
+    """
+
+    def __init__(self, model: Model, cache: Cache, sampler: Sampler):
+        self.model, self.cache, self.sampler = model, cache, sampler
+        self.logits: torch.Tensor | None = None
+        self._token: torch.Tensor | None = None
+
+    def sample(self, logits: torch.Tensor) -> int:
+        """The token behind these logits, which are those of the cache's last token."""
+        self.logits = logits
+        self._token = self.sampler(logits, torch.tensor([self.cache.position - 1], device=logits.device))
+        return self._checked()
+
+    def step(self) -> int:
+        """Runs the last token and samples the next. Raises as Model.forward does."""
+        return self.sample(self.model.forward([int(self._token)], self.cache))
+
+    def _checked(self) -> int:
+        token = int(self._token)  # the step's one synchronisation
+        if token < 0:
+            raise CheckpointError(f"non-finite logits after {self.cache.position} tokens: expected finite numbers; run with "
+                                  "--backend torch, which names the first layer that makes them")
+        return token
+
+
+def capture(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    """`work` on a GPU as a CUDA graph: what replays it, and its result, whose tensors every replay fills anew. Nothing runs yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        out = work()
+
+    def replay():
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay, out
+
+
+@dataclass
+class Stage:
+    """A GPU's part of the step and the tensors that its graph reads and writes.
+
+    ids, positions int64 [1]: the token to run and where; the graph counts positions up. X [1, n, D]: the streams that come in (the first
+    stage makes its own). out: the streams that go out, or on the last GPU (logits [vocab], token [1]).
+    """
+
+    share: DevicePlan
+    ids: torch.Tensor
+    positions: torch.Tensor
+    X: torch.Tensor
+    replay: Callable[[], None] | None = None
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class GraphDecoder(Decoder):
+    """The same as one CUDA graph per GPU, captured at the first step and replayed for every token: token, position and counts live on the
+    devices, and the host waits once a token, to read it."""
+
+    def __init__(self, model: Model, cache: Cache, sampler: Sampler):
+        super().__init__(model, cache, sampler)
+        self._position = -1  # where the stages stand
+        self._stages = []
+        for share in model.plan.devices:
+            ids, positions = torch.zeros(2, 1, dtype=torch.int64, device=share.device)
+            X = torch.zeros(1, model.config.hc_mult, model.config.hidden_size, dtype=model.numerics.dtype, device=share.device)
+            self._stages.append(Stage(share, ids, positions, X))
+
+    @torch.inference_mode()
+    def step(self) -> int:
+        """Replays the graphs. Raises CheckpointError when the logits are not finite."""
+        self.model.check([0], self.cache)  # that there is room; the token itself was sampled on the device
+        streams = None
+        for stage in self._stages:  # a copy between GPUs makes each wait for the other
+            if self._position != self.cache.position:  # the prompt, or another caller, moved on
+                stage.positions.fill_(self.cache.position)
+            stage.ids.copy_(self._token)
+            if streams is not None:
+                stage.X.copy_(streams)
+            if stage.replay is None:
+                self._capture(stage)
+            stage.replay()
+            streams = stage.out
+        self.logits, self._token = self._stages[-1].out
+        self.cache.position += 1
+        self._position = self.cache.position
+        return self._checked()
+
+    def _capture(self, stage: Stage) -> None:
+        """Captures a stage, after a run on throw-away state that builds and loads its kernels, which a capture cannot."""
+        seen = self.sampler.seen.clone()
+        trial = replace(stage, ids=stage.ids.clone(), positions=torch.zeros_like(stage.positions))
+        self._work(trial, self.model.new_cache(min(256, self.cache.context)))
+        self.sampler.seen.copy_(seen)
+        stage.replay, stage.out = capture(stage.share.device, lambda: self._work(stage, self.cache))
+
+    def _work(self, stage: Stage, cache: Cache) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What a stage does for a token; returns its `out`."""
+        model, devices = self.model, self.model.plan.devices
+        X = model.embedded(stage.ids) if stage.share is devices[0] else stage.X
+        out = model.run_share(stage.share, X, stage.ids, stage.positions, cache)
+        if stage.share is devices[-1]:
+            logits = model.head(out)[0]
+            out = logits, self.sampler(logits, stage.positions)
+        stage.positions += 1
+        return out
+
+
+def compare_with_prefill(model: Model, ids: list[int], rows: torch.Tensor, first: int) -> tuple[str, str | None]:
+    """Holds rows first - 1 .. len(ids) - 1 of logits `rows` [n, vocab], made by decoding, to a fresh prefill of the tokens `ids`.
+
+    Returns (what was found, what is wrong or None). The same arithmetic in other shapes sums in another order: 1e-5 of a row's size in
+    fp32; in bf16 a rounding is 4e-3 and moves a routing choice now and then, so a row may be off by 0.1, and half of them by 0.02.
+    """
+    cache, errors, changed = model.new_cache(), [], []
+    for start in range(0, len(ids), cache.chunk):
+        fresh = model.forward(ids[start : start + cache.chunk], cache, "all").cpu()
+        for i, row in enumerate(fresh, start):
+            if i >= first - 1:
+                errors.append(float((rows[i] - row).norm() / row.norm()))
+                if rows[i].argmax() != row.argmax():
+                    changed.append(i)
+    worst, median = max(errors), sorted(errors)[len(errors) // 2]
+    told = (f"decode-consistency: {len(errors)} rows of logits against a fresh prefill: relative difference {median:.1e} in the median, "
+            f"{worst:.1e} at most; the largest logit is another one in {len(changed)}"
+            + (f" (first after token {changed[0]})" if changed else ""))
+    half, each = (1e-4, 1e-3) if model.numerics.dtype == torch.float32 else (2e-2, 1e-1)
+    if median <= half and worst <= each:
+        return told, None
+    return told, (f"--decode-consistency: expected differences of at most {half:g} in the median and {each:g} in every row, found "
+                  f"{median:.1e} and {worst:.1e}: the cache does not hold what the prefill saw")
+
+
+def decoder(model: Model, cache: Cache, sampler: Sampler) -> Decoder:
+    """Graphs where the kernels run, unless DSV4_SYNC=1 asks for one launch at a time; the definitions step by step."""
+    graphs = ops.max_tokens() is not None and os.environ.get("DSV4_SYNC") != "1"
+    return (GraphDecoder if graphs else Decoder)(model, cache, sampler)

@@ -1,0 +1,122 @@
+"""Decoding: step by step and by captured graphs the same tokens and logits; and the check of decoding against a fresh prefill."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4 import decode, kernels, ops
+from dsv4.decode import Decoder, GraphDecoder, compare_with_prefill, decoder
+from dsv4.errors import CheckpointError, UserError
+from dsv4.plan import DevicePlan, Plan
+from dsv4.sampler import Sampler, Sampling
+from tests.memory_checkpoint import CPU, model_of, random_checkpoint
+
+CONTEXT = 60
+
+
+@pytest.fixture
+def model():
+    return model_of(random_checkpoint("small", 0), CONTEXT)
+
+
+def fake_capture(device, work):
+    """A capture where there is no GPU: `work` runs at once, and its first replay is that run; later ones fill the same tensors."""
+    out, replays = work(), []
+
+    def replay():
+        if replays:
+            again = work()
+            for old, new in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (out, again)), strict=True):
+                old.copy_(new)
+        replays.append(device)
+
+    return replay, out
+
+
+def answer(kind, model, prompt, steps, **sampling):
+    """(tokens, the rows of logits they were drawn from, seen) of a prompt read in two pieces."""
+    cache = model.new_cache()
+    sampler = Sampler(Sampling(**sampling), prompt, model.config.vocab_size, CONTEXT, CPU)
+    it = kind(model, cache, sampler)
+    model.forward(prompt[:3], cache, "none")
+    tokens, rows = [it.sample(model.forward(prompt[3:], cache))], [it.logits.clone()]
+    for _ in range(steps):
+        tokens.append(it.step())
+        rows.append(it.logits.clone())
+    assert cache.position == len(prompt) + steps
+    return tokens, torch.stack(rows), sampler.seen
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 2.0, "seed": 5, "repetition_penalty": 1.5}])
+def test_graphs_give_the_tokens_of_single_steps(model, monkeypatch, seed, sampling, devices):
+    """Also in several shares: token, position and streams go from stage to stage. Past a CSA block, and with the seen tokens' penalty: a
+    trial run that left a trace in the cache, the position or the seen tokens would show."""
+    prompt = torch.randint(model.config.vocab_size, (7,), generator=torch.Generator().manual_seed(seed)).tolist()
+    want = answer(Decoder, model, prompt, 20, **sampling)
+    layers = model.plan.layers
+    cuts = [round(i * len(layers) / devices) for i in range(devices + 1)]
+    shares = tuple(DevicePlan(CPU, layers[a:b], 0, 0, 0, 0) for a, b in zip(cuts, cuts[1:], strict=False))
+    model.plan = Plan(layers, shares, CONTEXT, CONTEXT, False)
+    monkeypatch.setattr(decode, "capture", fake_capture)
+    tokens, rows, seen = answer(GraphDecoder, model, prompt, 20, **sampling)
+    assert tokens == want[0] and torch.equal(seen, want[2])
+    torch.testing.assert_close(rows, want[1], rtol=0, atol=1e-5)
+
+
+def test_the_graphs_follow_a_cache_that_others_extend(model, monkeypatch):
+    monkeypatch.setattr(decode, "capture", fake_capture)
+    cache = model.new_cache()
+    it = GraphDecoder(model, cache, Sampler(Sampling(temperature=0), [], model.config.vocab_size, CONTEXT, CPU))
+    it.sample(model.forward([5, 6, 7], cache))
+    it.step()
+    it.sample(model.forward([8, 9], cache))  # a second turn
+    it.step()
+    other = model.new_cache()
+    model.forward([5, 6, 7], other)
+    first = int(model.forward([5, 6, 7], model.new_cache()).argmax())
+    model.forward([first], other)
+    expected = model.forward([int(model.forward([8, 9], other).argmax())], other)
+    torch.testing.assert_close(it.logits, expected, rtol=0, atol=1e-5)
+
+
+def test_a_full_cache_and_non_finite_logits_are_errors(model, monkeypatch):
+    monkeypatch.setattr(decode, "capture", fake_capture)
+    for kind in (Decoder, GraphDecoder):
+        cache = model.new_cache()
+        it = kind(model, cache, Sampler(Sampling(temperature=0), [], model.config.vocab_size, CONTEXT, CPU))
+        it.sample(model.forward(list(range(CONTEXT)), cache))
+        with pytest.raises(UserError, match=f"caches hold {CONTEXT} tokens, found {CONTEXT + 1}"):
+            it.step()
+    model.head.norm = model.head.norm * float("nan")
+    cache = model.new_cache()
+    cache.position = 3
+    it = GraphDecoder(model, cache, Sampler(Sampling(temperature=0), [], model.config.vocab_size, CONTEXT, CPU))
+    it.sample(torch.zeros(model.config.vocab_size))
+    with pytest.raises(CheckpointError, match="non-finite logits after 4 tokens: .* --backend torch"):
+        it.step()
+
+
+def test_which_decoder(model, monkeypatch):
+    def kind():
+        return type(decoder(model, model.new_cache(), Sampler(Sampling(), [], model.config.vocab_size, CONTEXT, CPU)))
+
+    assert kind() is Decoder
+    monkeypatch.setattr(ops, "max_tokens", lambda: kernels.MAX_TOKENS)
+    assert kind() is GraphDecoder
+    monkeypatch.setenv("DSV4_SYNC", "1")
+    assert kind() is Decoder
+
+
+def test_consistency_with_a_prefill_is_found_and_its_loss_too(model, seed):
+    prompt = torch.randint(model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
+    tokens, decoded, _ = answer(Decoder, model, prompt, 12, temperature=0)
+    ids, rows = prompt + tokens[:-1], torch.full((CONTEXT, model.config.vocab_size), float("nan"))
+    rows[len(prompt) - 1 : len(ids)] = decoded
+    model.plan = Plan(model.plan.layers, model.plan.devices, CONTEXT, 8, False)  # the prefill in chunks
+    told, failure = compare_with_prefill(model, ids, rows, len(prompt))
+    assert failure is None and "13 rows" in told and "another one in 0" in told
+    rows[len(prompt) + 4] += 0.1 * torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))
+    told, failure = compare_with_prefill(model, ids, rows, len(prompt))
+    assert "--decode-consistency: expected" in failure and "\n" not in failure
