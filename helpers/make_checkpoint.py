@@ -120,7 +120,8 @@ def random_weights(config: ModelConfig, seed: int = 0, mtp: bool = False) -> dic
 # ------------------------------------------------------------------------------------------------------------- encode
 
 
-def _kind(fmt, name):
+def kind_of(fmt: Format, name: str) -> str:
+    """How a linear of this native name is stored: one of Format's kinds."""
     if ".ffn.experts." in name:
         return fmt.mtp_routed if name.startswith("mtp.") else fmt.routed
     if ".shared_experts." in name:
@@ -150,7 +151,7 @@ def encode(config: ModelConfig, weights: dict[str, torch.Tensor], fmt: Format, c
     out: dict[str, Weight | torch.Tensor] = {}
     for names in groups.values():
         members = [weights[name].float() for name in names]
-        kind = _kind(fmt, names[0])
+        kind = kind_of(fmt, names[0])
         if kind == "plain":
             encoded = [Weight.plain(_plain(fmt, name, w)) for name, w in zip(names, members, strict=True)]
         elif kind == "fp8":
