@@ -11,13 +11,18 @@ import torch
 from ..errors import UserError
 from . import build
 
-# What an argument is to the kernel. A tensor goes as its address; the direction is what the emulator checks.
-IN, OUT = "in", "out"
-_CTYPES = {IN: ctypes.c_void_p, OUT: ctypes.c_void_p, int: ctypes.c_int, float: ctypes.c_float}
+# What a tensor is to the kernel; all go as addresses. The emulator checks it: IN and WEIGHT are only read, OUT is wholly written and never
+# read before, WORK (a workspace) too but not wholly, INOUT holds data and may be written. HOST is a CPU tensor that the C function itself
+# reads before it launches. Kernels overlap the end of the one before (LAUNCH in cuda/common.cuh): only a WEIGHT,
+# which no kernel writes, may be read before grid_dependency_wait().
+IN, WEIGHT, OUT, WORK, INOUT, HOST = TENSORS = "in", "weight", "out", "work", "inout", "host"
+_CTYPES = {**dict.fromkeys(TENSORS, ctypes.c_void_p), int: ctypes.c_int, float: ctypes.c_float}
 _CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 # The `dtype` argument of the C functions (cuda/common.cuh).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+SYNC = os.environ.get("DSV4_SYNC") == "1"  # wait for each kernel, so that a fault is reported with its name
 
 # Tests set this: it runs a kernel whose tensors are on the CPU, as emulator(kernel, values) -> the C function's result.
 emulator: Callable[[Kernel, list], int] | None = None
@@ -36,11 +41,12 @@ def architecture(device: torch.device) -> str:
 class Kernel:
     """One C function `int name(arguments..., stream)` of cuda/NAME.cu.
 
-    `arguments`: name -> IN or OUT (a contiguous tensor), int or float; in the order of the C declaration.
+    `arguments`: name -> one of TENSORS (a contiguous tensor, or None for a null pointer), int or float; in the order of the C declaration.
     """
 
     def __init__(self, name: str, arguments: dict):
         self.name, self.arguments = name, arguments
+        self._on_host = [kind == HOST for kind in arguments.values()]
         self._functions: dict[int, Callable] = {}  # by device index
 
     def bind(self, library: ctypes.CDLL) -> Callable:
@@ -51,36 +57,64 @@ class Kernel:
         return function
 
     def __call__(self, **values) -> None:
-        """Launches on the tensors' device and torch's current stream. Raises RuntimeError with the kernel's name if CUDA refuses."""
-        if values.keys() != self.arguments.keys():
+        """Launches on the tensors' device and torch's current stream. Raises RuntimeError with the kernel's name if CUDA refuses.
+
+        Called about a thousand times a token outside of graphs, so there is nothing here that could be done once.
+        """
+        try:
+            ordered = [values[name] for name in self.arguments]
+        except KeyError:
+            ordered = []
+        if len(values) != len(ordered):
             raise TypeError(f"{self.name} takes {', '.join(self.arguments)}, got {', '.join(values)}")
-        values = [values[name] for name in self.arguments]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        device = tensors[0].device
-        if any(t.device != device or not t.is_contiguous() for t in tensors):
-            found = ", ".join(f"{list(t.shape)} of strides {list(t.stride())} on {t.device}" for t in tensors)
-            raise UserError(f"{self.name}: expected contiguous tensors of one device, found {found}")
-        if device.type == "cuda":
-            error = self._on_gpu(device, values)
+        addresses, device = [], None
+        for value, on_host in zip(ordered, self._on_host, strict=True):
+            if isinstance(value, torch.Tensor):
+                here = value.get_device()  # -1: the CPU
+                if on_host and here < 0 and value.is_contiguous():
+                    addresses.append(value.data_ptr())
+                    continue
+                if (here != device and device is not None) or not value.is_contiguous():
+                    tensors = [v for v in ordered if isinstance(v, torch.Tensor)]
+                    found = ", ".join(f"{list(t.shape)} of strides {list(t.stride())} on {t.device}" for t in tensors)
+                    raise UserError(f"{self.name}: expected contiguous tensors of one device, found {found}")
+                device = here
+                addresses.append(value.data_ptr())
+            else:
+                addresses.append(value)
+        if device is None:
+            raise TypeError(f"{self.name}: expected at least one tensor")
+        if device >= 0:
+            error = self._on_gpu(device, addresses)
         elif emulator is not None:
-            error = emulator(self, values)
+            error = emulator(self, ordered)
         else:
-            raise UserError(f"{self.name}: expected tensors on a GPU, found {device}: run with --backend torch")
+            raise UserError(f"{self.name}: expected tensors on a GPU, found cpu: run with --backend torch")
         if error:
             raise RuntimeError(f"{self.name}: the kernel's launch failed with CUDA error {error}")
 
-    def _on_gpu(self, device: torch.device, values: list) -> int:
-        if device.index not in self._functions:
-            self._functions[device.index] = self.bind(ctypes.CDLL(str(build.build(self.name, architecture(device)))))
-        arguments = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
-        with torch.cuda.device(device):
-            error = self._functions[device.index](*arguments, torch.cuda.current_stream(device).cuda_stream)
-            if os.environ.get("DSV4_SYNC") == "1" and not error:
+    def _on_gpu(self, device: int, addresses: list) -> int:
+        if device not in self._functions:
+            self._functions[device] = self.bind(ctypes.CDLL(str(build.build(self.name, architecture(torch.device("cuda", device))))))
+        before = torch.cuda.current_device()
+        if before != device:
+            torch.cuda.set_device(device)
+        try:
+            error = self._functions[device](*addresses, _raw_stream(device))
+            if SYNC and not error:
                 try:
                     torch.cuda.synchronize(device)
                 except RuntimeError as fault:
                     raise RuntimeError(f"{self.name}: the kernel failed: {str(fault).splitlines()[0]}") from fault
+        finally:
+            if before != device:
+                torch.cuda.set_device(before)
         return error
+
+
+def _raw_stream(device: int) -> int:
+    """The address of torch's current stream on a GPU; 0.1 us, where making a torch.cuda.Stream of it takes over 1."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def expect(condition: bool, name: str, wanted: str, **tensors: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -18,11 +19,14 @@ from dsv4.kernels import build, launch
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / "build" / "emulator"  # ignored by git, removed by `make clean`
 GUARD = 1 << 16  # bytes around every tensor
+LIBRARY = ("emulator.h", "common.cuh")  # a mistake is reported at the place that calls into these
+KINDS = (launch.IN, launch.OUT, launch.INOUT, launch.WEIGHT, launch.WORK)  # as emu_region numbers them
 # -O1 without the vectoriser: the accesses of the source, at their own size. Never -ffast-math; x86-64 without -mfma contracts nothing.
 KERNEL_FLAGS = ("-std=c++17", "-O1", "-g", "-fno-tree-vectorize", "-fsanitize=thread", "-fPIC", "-Wall", "-Wextra", "-Werror",
-                "-Wno-unknown-pragmas", f"-I{HERE}", "-include", "emulator.h", "-x", "c++")
+                "-Wno-unknown-pragmas", "-Wno-psabi", f"-I{HERE}", "-include", "emulator.h", "-x", "c++")
 RUNTIME_FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror")
 
+ON_GPU = os.environ.get("DSV4_TEST_GPU") == "1"
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU emulator needs g++ (Debian, Ubuntu: apt install g++)")
 
 
@@ -64,57 +68,98 @@ class Machine:
     def __init__(self, source: Path, reverse: bool = False):
         self.path, self.reverse = compile_for_cpu(source), reverse
         self.library = ctypes.CDLL(str(self.path))
-        self.library.emu_region.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+        self.library.emu_region.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self.library.emu_unwritten.argtypes, self.library.emu_unwritten.restype = [ctypes.c_size_t], ctypes.c_size_t
         self.library.emu_error.restype = ctypes.c_char_p
 
     def run(self, kernel: launch.Kernel, values: list, offsets: dict[str, int] | None = None) -> int:
-        """Calls the C function; tensors are copied into guarded memory, and outputs back.
+        """Calls the C function; tensors are copied into guarded memory, and what it may write back.
 
-        A tensor starts at a multiple of 256, or as many bytes past one as `offsets` has for its name.
-        Outputs start as 0xFF bytes (NaN, -1) that the kernel may not read and must all write. Raises EmulatorError.
+        A tensor starts at a multiple of 256, or as many bytes past one as `offsets` has for its name. OUT and WORK start as 0xFF bytes
+        (NaN, -1) that the kernel may not read, and OUT must be wholly written. None is a null pointer. Raises EmulatorError.
         """
         self.library.emu_reset(int(self.reverse))
-        arguments, outputs, keep = [], [], []
-        for (name, kind), value in zip(kernel.arguments.items(), values, strict=True):
-            if not isinstance(value, torch.Tensor):
-                arguments.append(value)
-                continue
-            size = value.numel() * value.element_size()
-            memory = torch.full((size + 2 * GUARD + 512,), 0xFF, dtype=torch.uint8)
-            start = -(-(memory.data_ptr() + GUARD) // 256) * 256 + (offsets or {}).get(name, 0)
-            if kind == launch.OUT:
-                outputs.append((len(keep), name, value, start, size))
-            else:
-                ctypes.memmove(start, value.data_ptr(), size)
-            self.library.emu_region(name.encode(), start, size, kind == launch.OUT, kind != launch.OUT)
-            keep.append(memory)
-            arguments.append(start)
-        result = kernel.bind(self.library)(*arguments, None)
+        guarded = Guarded(kernel, values, offsets or {}, torch.device("cpu"))
+        for name, kind, _, view in guarded.tensors:
+            self.library.emu_region(name.encode(), view.data_ptr(), view.numel(), KINDS.index(kind))
+        result = kernel.bind(self.library)(*guarded.arguments, None)
         if error := self.library.emu_error().decode():
             raise EmulatorError(f"{kernel.name}: {self._with_source_lines(error)}")
         if result:
             return result
-        for index, name, value, start, size in outputs:
-            if missing := self.library.emu_unwritten(index):
-                raise EmulatorError(f"{kernel.name}: {missing} of the {size} bytes of output {name} were never written")
-            ctypes.memmove(value.data_ptr(), start, size)
+        for index, (name, kind, _, view) in enumerate(guarded.tensors):
+            if kind == launch.OUT and (missing := self.library.emu_unwritten(index)):
+                raise EmulatorError(f"{kernel.name}: {missing} of the {view.numel()} bytes of output {name} were never written")
+        guarded.copy_back()
         return 0
 
     def _with_source_lines(self, error: str) -> str:
         """Replaces the place in the object by the file and line, where addr2line (which comes with g++) knows it."""
         def line(match: re.Match) -> str:
             address = hex(int(match[1], 16) - 1)  # of the call, not of what follows it
-            done = subprocess.run(["addr2line", "-e", str(self.path), address], capture_output=True, text=True)
-            return "at " + Path(done.stdout.split(" (")[0].strip() or "unknown").name  # without "(discriminator 1)"
+            done = subprocess.run(["addr2line", "-i", "-e", str(self.path), address], capture_output=True, text=True)
+            frames = [Path(frame.split(" (")[0]).name for frame in done.stdout.splitlines()]  # without "(discriminator 1)"
+            return "at " + next((frame for frame in frames if frame.split(":")[0] not in LIBRARY), "unknown")
         return re.sub(r"@\+(0x[0-9a-f]+)", line, error) if shutil.which("addr2line") else error
+
+
+machine = functools.lru_cache(Machine)  # by source and order
+
+
+def run_on_gpu(kernel: launch.Kernel, values: list, offsets: dict[str, int] | None = None, source: Path | None = None) -> int:
+    """What Machine.run does, by this machine's GPU: of the checks, only that nothing around the tensors was written."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    function = kernel.bind(ctypes.CDLL(str(build.build(source.stem if source else kernel.name, launch.architecture(device), source))))
+    guarded = Guarded(kernel, values, offsets or {}, device)
+    if error := function(*guarded.arguments, torch.cuda.current_stream(device).cuda_stream):
+        return error
+    torch.cuda.synchronize(device)
+    guarded.copy_back()
+    for (name, _, _, view), memory in zip(guarded.tensors, guarded.memory, strict=True):
+        first = view.storage_offset()
+        if not (memory[:first] == 0xFF).all() or not (memory[first + view.numel():] == 0xFF).all():
+            raise EmulatorError(f"{kernel.name}: wrote outside {name}")
+    return 0
+
+
+class Guarded:
+    """A call's arguments, each tensor copied to memory of its own with GUARD unused bytes of 0xFF around it."""
+
+    def __init__(self, kernel: launch.Kernel, values: list, offsets: dict[str, int], device: torch.device):
+        self.arguments: list = []
+        self.tensors: list[tuple] = []  # name, kind, the caller's tensor, its copy as bytes; HOST tensors are not among them
+        self.memory: list[torch.Tensor] = []
+        for (name, kind), value in zip(kernel.arguments.items(), values, strict=True):
+            if not isinstance(value, torch.Tensor) or kind == launch.HOST:
+                self.arguments.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+                continue
+            size = value.numel() * value.element_size()
+            memory = torch.full((size + 2 * GUARD + 512,), 0xFF, dtype=torch.uint8, device=device)
+            first = -(-(memory.data_ptr() + GUARD) // 256) * 256 - memory.data_ptr() + offsets.get(name, 0)
+            view = memory[first:first + size]
+            if kind not in (launch.OUT, launch.WORK):
+                view.copy_(value.reshape(-1).view(torch.uint8))
+            self.arguments.append(view.data_ptr())
+            self.tensors.append((name, kind, value, view))
+            self.memory.append(memory)
+
+    def copy_back(self) -> None:
+        """What the kernel may have written, to the caller's tensors."""
+        for _, kind, value, view in self.tensors:
+            if kind in (launch.OUT, launch.INOUT, launch.WORK):
+                value.view(-1).view(torch.uint8).copy_(view)
 
 
 @contextlib.contextmanager
 def emulated(reverse: bool = False, offsets: dict[str, int] | None = None):
-    """Within it, kernels' wrappers take CPU tensors and run on the emulator. The arguments are Machine's."""
+    """Within it, kernels' wrappers take CPU tensors and run on the emulator. The arguments are Machine's.
+
+    With DSV4_TEST_GPU=1 the kernels run on this machine's GPU instead, on copies of the CPU tensors: the same tests then test the GPU.
+    """
     def run(kernel: launch.Kernel, values: list) -> int:
-        return Machine(build.SOURCES / f"{kernel.name}.cu", reverse).run(kernel, values, offsets)
+        if ON_GPU:
+            return run_on_gpu(kernel, values, offsets)
+        return machine(build.SOURCES / f"{kernel.name}.cu", reverse).run(kernel, values, offsets)
 
     before, launch.emulator = launch.emulator, run
     try:

@@ -2,24 +2,40 @@
 #include "../../dsv4/kernels/cuda/common.cuh"
 
 enum Fault {
-    kNone, kReadPastEnd, kReadBefore, kWritePastEnd, kWriteInput, kReadOutput, kSkipOutput, kFarRead, kStraddle,          // global memory
+    kNone, kReadPastEnd, kReadBefore, kWritePastEnd, kWriteInput, kReadOutput, kSkipOutput, kFarRead, kStraddle, kUnaligned,          // global memory
     kSharedPastEnd, kSharedUnwritten, kSharedStale,                                                                    // shared memory
     kRaceWrites, kRaceReadThenWrite, kRaceShuffle, kRaceAtomic, kRaceAtomicAfterPlain, kRaceNamed,                       // races
     kMissingBarrier, kEarlyReturn, kTwoPlaces, kNamedShort, kNamedCounts, kNamedUneven, kNamedId, kSpin,               // barriers
     kShuffle32, kLaneOutsideMask, kNotInMask, kDivergentWarp, kDifferentCollectives, kMissingLane, kLastWarp,          // warps
     kMisaligned, kTooManyThreads, kTooMuchShared,                                                                      // launch
+    kReadBeforeGridWait, kWriteBeforeGridWait, kNoGridWait, kGlobalWrites, kGlobalReadThenWrite, kGlobalOtherBlock, kGlobalPlainAndAtomic, kReadOnlyWritten, kLdgWritten,  // grid
+    kMmaHalfWarp, kMmaTwoPlaces, kLdmatrixMisaligned, kLdmatrixUnwritten, kLdmatrixGlobal, kLdmatrixRace, kStmatrixRace,           // matrices
+    kAsyncNoWait, kAsyncFewGroups, kAsyncUncommitted, kAsyncNoBarrier, kAsyncReuse, kAsyncMisaligned, kAsyncSource,                  // cp.async
+    kBulkNoWait, kBulkReuse, kBulkNotAwaited, kBulkUnfenced, kBulkAfterStore, kBulkSize, kBulkMisaligned, kBulkSource, kBulkPastEnd,                 // bulk copies
+    kMbarrierNone, kMbarrierOverwritten, kMbarrierNoBarrier, kMbarrierParity, kMbarrierEarly, kMbarrierArrivals, kMbarrierExpect, kMbarrierBytes,
+    kMbarrierTwice, kMbarrierMisaligned,
+    kClusterNoSync, kClusterRank, kClusterExited, kClusterMissing,                                                              // clusters
+    kNamedReused,
+    kTensorNoMap, kTensorMisaligned, kTensorPastEnd,                                                                          // tensor copies
+    kWgmmaNoFence, kWgmmaNoWait, kWgmmaNoProxyFence, kWgmmaUnwritten, kWgmmaOverwritten, kWgmmaOneWarpLess, kWgmmaFewThreads, kWgmmaLanesDiffer,
+    kTensorColumns, kTensorNotAllocated, kTensorNotFreed, kTensorNoCommit, kTensorNotAwaited, kTensorVersion, kTensorShape, kTensorLanes, kTensorUnwritten,
+    kTensorOverwritten,                                                                                                        // tensor memory
 };
+
+struct __attribute__((packed)) Unaligned { float value; };  // an access that promises no alignment
 
 // x [blocks * 64] -> out [blocks * 64]: each value plus its neighbour's (in the block, cyclic), through shared memory.
 __global__ void neighbours(const float* x, float* out, int fault) {
+    grid_dependency_wait();
     DYN_SMEM(float, row);
     const int t = threadIdx.x, n = blockDim.x;
     x += blockIdx.x * n;
     out += blockIdx.x * n;
     if (fault == kWriteInput) const_cast<float*>(x)[t] = 0;
     if (fault == kReadBefore && blockIdx.x == 0) row[t] = x[t - 1];
-    if (fault == kFarRead) row[t] = x[t + (1 << 20)];
-    if (fault == kStraddle) row[t] = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(x + t) + 2);
+    if (fault == kFarRead) row[t] = x[t + (1 << 28)];
+    if (fault == kStraddle) row[t] = reinterpret_cast<const Unaligned*>(reinterpret_cast<const char*>(x + t) + 2)->value;
+    if (fault == kUnaligned) row[t] = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(x + t) + 2);
     if (fault == kReadPastEnd) row[t] = x[t + 1];
     else row[t] = x[t];
     if (fault == kSharedPastEnd && t == n - 1) row[t + 1] = x[t];
@@ -35,6 +51,7 @@ __global__ void neighbours(const float* x, float* out, int fault) {
 
 // Shared memory does not survive from block to block: the second block reads what only the first wrote.
 __global__ void stale(float* out) {
+    grid_dependency_wait();
     DYN_SMEM(float, row);
     if (blockIdx.x == 0) row[threadIdx.x] = 1;
     __syncthreads();
@@ -43,6 +60,7 @@ __global__ void stale(float* out) {
 
 // Each step is right but for one missing order; values are never wrong on this machine, so only the race itself can be found.
 __global__ void races(const float* x, float* out, int fault) {
+    grid_dependency_wait();
     DYN_SMEM(float, row);
     const int t = threadIdx.x, n = blockDim.x, next = t / 32 * 32 + (t + 1) % 32;
     x += blockIdx.x * n;
@@ -77,6 +95,7 @@ __global__ void races(const float* x, float* out, int fault) {
 
 // Two warps: the first produces, the second consumes, through named barriers that they reach in different places.
 __global__ void named(const float* x, float* out, int fault) {
+    grid_dependency_wait();
     DYN_SMEM(float, row);
     const int t = threadIdx.x % 32, id = fault == kNamedId ? 16 : 1;
     if (threadIdx.x < 32) {
@@ -91,12 +110,14 @@ __global__ void named(const float* x, float* out, int fault) {
 }
 
 __global__ void spin(const float* x, float* out) {
+    grid_dependency_wait();
     volatile const float* flag = x;
     while (*flag != 12345.0f) {}
     out[threadIdx.x] = 1;
 }
 
 __global__ void collectives(const float* x, float* out, int fault) {
+    grid_dependency_wait();
     const int t = threadIdx.x, lane = t % 32;
     float v = x[t];
     if (fault == kShuffle32) v = __shfl_xor_sync(~0u, v, 32);
@@ -112,9 +133,248 @@ __global__ void collectives(const float* x, float* out, int fault) {
     out[t] = v;
 }
 
+// Global memory: out [blocks * 64].
+__global__ void global_memory(const float* x, float* out, int fault) {
+    const int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;
+    float v = 0;
+    if (fault == kReadBeforeGridWait) v = x[i];
+    if (fault == kWriteBeforeGridWait) out[i] = 0;
+    if (fault == kNoGridWait) return;
+    grid_dependency_wait();
+    out[i] = x[i] + v;
+    if (fault == kGlobalWrites && t < 2) out[blockIdx.x * blockDim.x + 2] = 3;
+    __syncthreads();
+    if (fault == kGlobalReadThenWrite) {
+        v = out[i ^ 1];
+        out[i] = 0;
+    }
+    if (fault == kGlobalOtherBlock && blockIdx.x == 1) v = out[t];
+    if (fault == kGlobalPlainAndAtomic && t == 0) atomicAdd(out, 1.0f);  // block 0's own thread 0 wrote it plainly, before block 1 adds
+    if (fault == kReadOnlyWritten) v = load_stream(out + i / 4 * 4).x;  // of the same thread's or the barrier's other side: ordered, and yet
+    if (fault == kLdgWritten) v = __ldg(out + i);
+    if (v == 12345.0f) out[i] = v;
+}
+
+// 64 rows of 8 16-bit values, from x; two warps.
+__global__ void matrices(const float* x, float* out, int fault) {
+    DYN_SMEM(uint4, rows);
+    grid_dependency_wait();
+    const int t = threadIdx.x;
+    const uint4* source = reinterpret_cast<const uint4*>(x);
+    if (fault != kLdmatrixUnwritten || t != 9) rows[t] = source[t % 16];
+    if (fault != kLdmatrixRace) __syncthreads();
+    uint32_t a[4], b[2] = {0, 0};
+    float c[4] = {0, 0, 0, 0};
+    const int other = fault == kLdmatrixRace ? t ^ 32 : t;
+    const void* row = rows + other;
+    if (fault == kLdmatrixMisaligned) row = reinterpret_cast<const char*>(rows) + other * 8;
+    if (fault == kLdmatrixGlobal) row = source;
+    ldmatrix_x4(a, row);
+    if (fault == kMmaTwoPlaces && t % 2) mma_bf16(c, a, b);
+    else if (fault != kMmaHalfWarp || t % 32 < 16) mma_bf16(c, a, b);
+    stmatrix_x4(rows + (fault == kStmatrixRace ? t ^ 32 : t), a);
+    out[t] = c[0];
+}
+
+// x [64] floats, copied to shared memory by 16 threads, 16 bytes each, in two groups; then out = the row and its neighbour.
+__global__ void async_copies(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    grid_dependency_wait();
+    const int t = threadIdx.x;
+    if (fault == kAsyncReuse) {  // the last rows of a tile that the others may still read
+        row[t] = x[t];
+        __syncthreads();
+        if (row[63 - t] == 12345.0f) return;
+    }
+    if (t < 16) {
+        cp_async_16(row + t * 4 + (fault == kAsyncMisaligned), x + t * 4 + (fault == kAsyncSource ? 128 : 0));
+        cp_async_commit();
+        cp_async_16(row + 64 + t * 4, x + t * 4);
+        if (fault != kAsyncUncommitted) cp_async_commit();
+        if (fault == kAsyncFewGroups) cp_async_wait<1>();
+        else if (fault != kAsyncNoWait) cp_async_wait<0>();
+    }
+    if (fault != kAsyncNoBarrier) __syncthreads();
+    out[t] = row[t] + row[64 + t];
+}
+
+// A ring of one slot: thread 0 copies x [64] to it twice; threads 32 to 63 add it up and say when they have left it.
+__global__ void ring(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    grid_dependency_wait();
+    const int t = threadIdx.x;
+    uint64_t* full = reinterpret_cast<uint64_t*>(row + 64);
+    uint64_t* empty = full + 1;
+    if (t == 0 && fault != kMbarrierNone) {
+        mbarrier_init(full, 1);
+        mbarrier_init(empty, 32);
+        if (fault == kMbarrierTwice) mbarrier_init(full, 1);
+        if (fault == kMbarrierMisaligned) mbarrier_init(reinterpret_cast<uint64_t*>(row + 61), 1);
+        if (fault == kMbarrierOverwritten) row[64] = 0;
+        if (fault != kBulkUnfenced) mbarrier_fence_init();
+        if (fault == kBulkAfterStore || fault == kNone) row[5] = 7;
+        if (fault == kNone) fence_async_shared();
+    }
+    if (fault != kMbarrierNoBarrier) __syncthreads();
+    if (t == 0)
+        for (int round = 0; round < (fault == kBulkNotAwaited ? 1 : 2); round++) {
+            if (fault != kBulkReuse) mbarrier_wait(empty, (round & 1) ^ (fault != kMbarrierParity));
+            else if (round) mbarrier_wait(full, 0);  // the bytes have come; whether they have been read, it does not say
+            mbarrier_expect(full, fault == kMbarrierBytes ? 512 : fault == kMbarrierExpect ? 1 << 20 : 256);
+            bulk_load(row + (fault == kBulkMisaligned) + (fault == kBulkPastEnd ? 8 : 0), x + (fault == kBulkSource ? 128 : 0), fault == kBulkSize ? 250 : 256, full);
+            if (fault == kMbarrierArrivals) mbarrier_arrive(full);
+        }
+    float sum = 0;
+    if (t >= 32 && fault != kBulkNotAwaited)
+        for (int round = 0; round < 2; round++) {
+            if (fault != kBulkNoWait) mbarrier_wait(full, fault == kMbarrierEarly ? (round & 1) ^ 1 : round & 1);
+            for (int i = 0; i < 64; i++) sum += row[i];
+            mbarrier_arrive(empty);
+        }
+    out[t] = sum;
+}
+
+// Two blocks; each reads the other's shared memory.
+__global__ void cluster(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    grid_dependency_wait();
+    const int t = threadIdx.x, rank = int(cluster_rank());
+    row[t] = x[rank * 64 + t];
+    if (fault != kClusterNoSync) cluster_sync();
+    const float* other = cluster_map(row, fault == kClusterRank ? 2 : rank ^ 1);
+    if (fault == kClusterExited && rank == 1) return;
+    if (fault == kClusterExited) __syncthreads();  // by then, the other has gone
+    out[rank * 64 + t] = other[63 - t];
+    if (fault == kClusterMissing && t == 63) return;
+    cluster_sync();  // nobody leaves while its memory may be read
+}
+
+// Warp 3 waits at barrier 1 for warp 0's first arrival. Before it reads, warps 0 and 1 have used the barrier twice more, and warp 0 has written
+// what warp 3 reads: nothing orders the two.
+__global__ void reused(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    grid_dependency_wait();
+    const int t = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (warp == 0) {
+        bar_sync(3, 96);
+        bar_arrive(1, 64);
+        row[t] = x[t];
+        bar_arrive(1, 64);
+        bar_sync(4, 64);
+        bar_sync(1, 64);
+    }
+    if (warp == 1) {
+        bar_sync(3, 96);
+        bar_sync(1, 64);
+        bar_arrive(1, 64);
+        bar_arrive(4, 64);
+    }
+    if (warp == 2) bar_arrive(3, 96);
+    if (warp == 3) {
+        bar_sync(1, 64);
+        for (int i = 0; i < 8; i++) __syncwarp();  // time for the others; it tells warp 3 nothing about them
+    }
+    if (fault == kNone) __syncthreads();
+    if (warp == 3) out[t] = row[t], out[t + 32] = row[t];
+}
+
+// x as a matrix of 2-byte values, 16 a row: a box of 8 rows to shared memory.
+__global__ void tensor(const __grid_constant__ TensorMap map, float* out, int fault) {
+    DYN_SMEM(float, rows);
+    grid_dependency_wait();
+    uint64_t* bar = reinterpret_cast<uint64_t*>(rows + 96);
+    TensorMap nothing = {};
+    if (threadIdx.x == 0) {
+        mbarrier_init(bar, 1);
+        mbarrier_fence_init();
+        mbarrier_expect(bar, 256);
+        tensor_load(rows + (fault == kTensorMisaligned ? 4 : 0), fault == kTensorNoMap ? &nothing : &map, 0, 0, bar);
+    }
+    __syncthreads();
+    mbarrier_wait(bar, 0);
+    out[threadIdx.x] = rows[threadIdx.x];
+}
+
+// A product of a warpgroup: rows of 32 bytes, which the threads write themselves.
+__global__ void product(const float* x, float* out, int fault) {
+    DYN_SMEM(uint4, rows);
+    grid_dependency_wait();
+    const int t = threadIdx.x;
+    const uint4* source = reinterpret_cast<const uint4*>(x);
+    if (fault != kWgmmaUnwritten || t != 77) rows[t] = source[t % 8];
+    if (t < 16) rows[128 + t] = source[t % 8];
+    if (fault != kWgmmaNoProxyFence) fence_async_shared();
+    __syncthreads();
+    float d[4] = {0, 0, 0, 0};
+    const uint64_t a = wgmma_operand(rows, Swizzle::k32, 256);
+    const uint64_t b = wgmma_operand(rows + 128 + (fault == kWgmmaLanesDiffer && t % 32 == 5 ? 2 : 0), Swizzle::k32, 256);
+    if (fault != kWgmmaNoFence) wgmma_fence();
+    if (fault != kWgmmaOneWarpLess || t < 96) wgmma_bf16(d, a, b);
+    wgmma_commit();
+    if (fault == kWgmmaOverwritten && t == 0) rows[0] = source[1];
+    if (fault != kWgmmaNoWait) wgmma_wait<0>();
+    if (t < 64) out[t] = d[0];
+}
+
+// A product of 128 rows by 16 columns in tensor memory, of rows of 32 bytes, which the threads write themselves.
+__global__ void tensor_memory(const float* x, float* out, int fault) {
+    DYN_SMEM(uint4, rows);
+    grid_dependency_wait();
+    const int t = threadIdx.x, warp = t / 32;
+    const uint4* source = reinterpret_cast<const uint4*>(x);
+    uint64_t* bar = reinterpret_cast<uint64_t*>(rows + 288);
+    uint32_t* address = reinterpret_cast<uint32_t*>(bar + 1);
+    rows[t] = source[t % 8], rows[t + 128] = source[t % 8];
+    if (t < 32) rows[256 + t] = source[t % 8];
+    fence_async_shared();
+    if (t == 0) {
+        mbarrier_init(bar, 1);
+        mbarrier_fence_init();
+    }
+    if (warp == 0 && fault != kTensorNotAllocated) tensor_alloc(address, fault == kTensorColumns ? 48 : 32);
+    if (fault == kTensorNotAllocated && t == 0) *address = 0;
+    __syncthreads();
+    const uint32_t d = *address;
+    if (t == 0) {
+        uint64_t a = tensor_operand(rows, Swizzle::k32, 256);
+        if (fault == kTensorVersion) a &= ~(uint64_t(1) << 46);
+        const uint64_t b = tensor_operand(rows + 256, Swizzle::k32, 256);
+        tensor_mma_bf16(d, a, b, tensor_shape(fault == kTensorShape ? kTensorE4m3 : kTensorBf16, 16), fault == kTensorUnwritten);
+        tensor_mma_bf16(d, a, b, tensor_shape(kTensorBf16, 16), true);  // follows the first, with no wait between
+        if (fault != kTensorNoCommit) tensor_commit(bar);
+        if (fault == kTensorOverwritten) rows[0] = source[1];
+    }
+    if (fault != kTensorNotAwaited && fault != kTensorNoCommit) mbarrier_wait(bar, 0);
+    tensor_fence_after();
+    uint32_t r[8] = {0};
+    if (fault != kTensorNoCommit) tensor_load_8(r, d + ((fault == kTensorLanes ? 0 : warp * 32) << 16));
+    tensor_wait_load();
+    if (t < 64) out[t] = __uint_as_float(r[0]);
+    tensor_fence_before();
+    __syncthreads();
+    if (warp == 0 && fault != kTensorNotFreed && fault != kTensorNoCommit) tensor_free(d, 32);
+}
+
+static cudaError_t launch_tensor(const float* x, float* out, int fault, cudaStream_t stream) {
+    TensorMap map;
+    if (make_tensor_map(&map, 2, x, 16, 16, 32, 16, 8, Swizzle::kNone) != cudaSuccess) return cudaErrorInvalidValue;
+    if (fault == kTensorPastEnd) map.address += 9 * 32;  // of x's 16 rows the last seven, and one more
+    LAUNCH(tensor, dim3(1), dim3(64), 400, stream, map, out, fault);
+    return cudaGetLastError();
+}
+
 extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStream_t stream) {
     const int n = 64, bytes = n * sizeof(float);
-    if (fault >= kRaceWrites && fault <= kRaceNamed) LAUNCH(races, dim3(blocks), dim3(n), bytes, stream, x, out, fault);
+    if (fault >= kTensorColumns) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
+    else if (fault >= kWgmmaNoFence) LAUNCH(product, dim3(1), dim3(fault == kWgmmaFewThreads ? 96 : 128), 144 * 16, stream, x, out, fault);
+    else if (fault >= kTensorNoMap) return launch_tensor(x, out, fault, stream);
+    else if (fault == kNamedReused) LAUNCH(reused, dim3(1), dim3(128), bytes, stream, x, out, fault);
+    else if (fault >= kClusterNoSync) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes, stream, x, out, fault);
+    else if (fault >= kBulkNoWait) LAUNCH(ring, dim3(1), dim3(n), bytes + 16, stream, x, out, fault);
+    else if (fault >= kAsyncNoWait) LAUNCH(async_copies, dim3(1), dim3(n), 2 * bytes, stream, x, out, fault);
+    else if (fault >= kMmaHalfWarp) LAUNCH(matrices, dim3(1), dim3(n), n * 16, stream, x, out, fault);
+    else if (fault >= kReadBeforeGridWait) LAUNCH(global_memory, dim3(blocks), dim3(n), 0, stream, x, out, fault);
+    else if (fault >= kRaceWrites && fault <= kRaceNamed) LAUNCH(races, dim3(blocks), dim3(n), bytes, stream, x, out, fault);
     else if (fault == kSharedStale) LAUNCH(stale, dim3(blocks), dim3(n), bytes, stream, out);
     else if (fault >= kNamedShort && fault <= kNamedId) LAUNCH(named, dim3(1), dim3(n), bytes, stream, x, out, fault);
     else if (fault == kSpin) LAUNCH(spin, dim3(1), dim3(n), 0, stream, x, out);
@@ -137,8 +397,24 @@ extern "C" int producer_consumer(const float* x, float* out, cudaStream_t stream
     return cudaGetLastError();
 }
 
+// The right forms of the kernels above that have no other test: which one is an argument.
+extern "C" int right_forms(const float* x, float* out, int which, cudaStream_t stream) {
+    const int n = 64, bytes = n * sizeof(float), fault = kNone;
+    if (which == 0) LAUNCH(global_memory, dim3(1), dim3(n), 0, stream, x, out, fault);
+    if (which == 1) LAUNCH(matrices, dim3(1), dim3(n), n * 16, stream, x, out, fault);
+    if (which == 2) LAUNCH(async_copies, dim3(1), dim3(n), 2 * bytes, stream, x, out, fault);
+    if (which == 3) LAUNCH(ring, dim3(1), dim3(n), bytes + 16, stream, x, out, fault);
+    if (which == 4) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes, stream, x, out, fault);
+    if (which == 5) LAUNCH(reused, dim3(1), dim3(128), bytes, stream, x, out, fault);
+    if (which == 6) return launch_tensor(x, out, fault, stream);
+    if (which == 7) LAUNCH(product, dim3(1), dim3(128), 144 * 16, stream, x, out, fault);
+    if (which == 8) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
+    return cudaGetLastError();
+}
+
 // Every collective, atomic and conversion once: x [64] -> integers and floats in `out`, a row a thing.
 __global__ void everything(const float* x, const int* k, float* f, int* i, int* counters) {
+    grid_dependency_wait();
     const int t = threadIdx.x, lane = t % 32;
     const float v = x[t];
     const int a = k[t];
@@ -167,7 +443,7 @@ __global__ void everything(const float* x, const int* k, float* f, int* i, int* 
     atomicAdd(&counters[0], 1);
     atomicMax(&counters[1], a);
     atomicMin(&counters[2], a);
-    for (int seen = counters[3], old;; seen = old)
+    for (int seen = 0, old;; seen = old)
         if ((old = atomicCAS(&counters[3], seen, seen + a)) == seen) break;
 }
 
@@ -178,6 +454,7 @@ extern "C" int instructions(const float* x, const int* k, float* f, int* i, int*
 
 // Thread and block numbers in three dimensions: out[linear block][linear thread] = both, packed.
 __global__ void coordinates(int* out) {
+    grid_dependency_wait();
     const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
     const int threads = blockDim.x * blockDim.y * blockDim.z;

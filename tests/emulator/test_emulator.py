@@ -30,12 +30,15 @@ def test_a_right_kernel_runs_in_either_order_of_threads(reverse):
 
 
 # Which of the two comes second is the order of threads.
-RACE = r"(read|write) of byte \d+ of shared memory, which thread \d+ (read|wrote) with no barrier between: at .*:\d+, at .*:\d+$"
+TWO_PLACES = r": at faults.cu:\d+, at faults.cu:\d+$"
+RACE = r"(read|write|atomic update) of byte \d+ of shared memory, which thread \d+ (read|wrote) with no barrier between" + TWO_PLACES
+IN_FLIGHT = r"read of byte \d+ of shared memory, which a copy in flight writes, with no wait for it between" + TWO_PLACES
 EXPECTED = {
     "kReadPastEnd": r"block \(1,0,0\) thread \(63,0,0\): read of 4 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+",
     "kReadBefore": r"block \(0,0,0\) thread \(0,0,0\): read of 4 bytes 4 bytes before the start of x \(512 bytes\) at faults.cu:\d+$",
     "kFarRead": r"thread \(0,0,0\): read of 4 bytes outside every allocation at faults.cu:\d+$",
     "kStraddle": r"block \(1,0,0\) thread \(63,0,0\): read of 4 bytes across the end of x at faults.cu:\d+$",
+    "kUnaligned": r"thread \(0,0,0\): read of 4 bytes at an address that is no multiple of 4 at faults.cu:\d+$",
     "kWritePastEnd": r"block \(1,0,0\) thread \(63,0,0\): write of 4 bytes 0 bytes past the end of out",
     "kWriteInput": r"write to x, which is an input at faults.cu:\d+$",
     "kReadOutput": r"thread \(63,0,0\): read of byte 252 of out, which nobody has written at faults.cu:\d+$",
@@ -66,6 +69,75 @@ EXPECTED = {
     "kLastWarp": r"mask 0xffffffff names lanes that the block's last warp of 16 threads does not have",
     "kMisaligned": r"vector access to an address that is no multiple of 16 bytes",
     "kTooManyThreads": r"block \(1025,1,1\), 256 bytes of shared memory: beyond a GPU's limits",
+    "kReadBeforeGridWait": r"read of x before grid_dependency_wait\(\): .* at faults.cu:\d+$",
+    "kWriteBeforeGridWait": r"write of out before grid_dependency_wait\(\)",
+    "kNoGridWait": r"no thread calls grid_dependency_wait\(\)",
+    "kGlobalWrites": r"write of byte 8 of out, which thread 0 wrote with no barrier between: at faults.cu:\d+, at faults.cu:\d+$",
+    "kGlobalReadThenWrite": r"(read|write) of byte \d+ of out, which thread \d+ (read|wrote) with no barrier between",
+    "kGlobalOtherBlock": r"read of byte 252 of out, which thread 63 of block \(0,0,0\) wrote: nothing orders the blocks of a launch",
+    "kGlobalPlainAndAtomic": r"atomic update of byte 0 of out, which thread 0 of block \(0,0,0\) wrote: nothing orders",
+    "kReadOnlyWritten": r"load_stream of byte \d+ of out, which this launch has written: it may see the old value" + TWO_PLACES,
+    "kLdgWritten": r"__ldg of byte \d+ of out, which this launch has written: it may see the old value" + TWO_PLACES,
+    "kMmaHalfWarp": r"divergent warp: mma_bf16 at faults.cu:\d+, but thread 31 came to stmatrix_x4 at faults.cu:\d+$",
+    "kMmaTwoPlaces": r"divergent warp: mma_bf16 at faults.cu:\d+, but thread \d+ came to mma_bf16 at faults.cu:\d+$",
+    "kLdmatrixMisaligned": r"ldmatrix_x4: byte 504 of shared memory is no multiple of 16 at faults.cu:\d+$",
+    "kLdmatrixUnwritten": r"thread \(9,0,0\): read of byte 144 of shared memory, which nobody has written at faults.cu:\d+$",
+    "kLdmatrixGlobal": r"ldmatrix_x4: not an address in the block's shared memory, but in x at faults.cu:\d+$",
+    "kLdmatrixRace": r"read of byte 512 of shared memory, which nobody has written",
+    "kStmatrixRace": RACE,
+    "kAsyncNoWait": IN_FLIGHT,
+    "kAsyncFewGroups": IN_FLIGHT,
+    "kAsyncUncommitted": IN_FLIGHT,
+    "kAsyncNoBarrier": r"read of byte \d+ of shared memory, which thread 0 wrote with no barrier between",
+    "kAsyncReuse": RACE,
+    "kAsyncMisaligned": r"cp_async_16: byte 4 of shared memory is no multiple of 16",
+    "kAsyncSource": r"read of 16 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+$",
+    "kBulkNoWait": r"read of byte 0 of shared memory, which nobody has written",
+    "kBulkReuse": IN_FLIGHT,
+    "kBulkNotAwaited": r"all threads have ended, and 1 bulk copies into their shared memory have not",
+    "kBulkUnfenced": r"bulk_load: no mbarrier_fence_init\(\) since mbarrier_init",
+    "kBulkAfterStore": r"bulk_load of byte 20 of shared memory, which thread 0 wrote, with no fence_async_shared\(\) between" + TWO_PLACES,
+    "kBulkSize": r"bulk_load: 250 bytes are no multiple of 16",
+    "kBulkMisaligned": r"bulk_load: byte 4 of shared memory is no multiple of 16",
+    "kBulkSource": r"read of 256 bytes 0 bytes past the end of x \(512 bytes\)",
+    "kBulkPastEnd": r"bulk_load of 256 bytes across the end of shared memory",
+    "kMbarrierNone": r"mbarrier_wait: no mbarrier at byte 256 of shared memory: mbarrier_init has not run, or it .* at faults.cu:\d+$",
+    "kMbarrierOverwritten": r"mbarrier_wait: no mbarrier at byte 256 of shared memory",
+    "kMbarrierNoBarrier": r"atomic update of byte 256 of shared memory, which thread 0 wrote with no barrier between",
+    "kMbarrierParity": r"deadlock: thread 0 waiting at the mbarrier at byte 264 for parity 0 \(faults.cu:\d+\), which has 32 of 32 "
+                       r"arrivals and 0 bytes to come in phase 0; threads 1-31 exited; threads 32-63 waiting at the mbarrier at byte 256",
+    "kMbarrierEarly": r"read of byte 0 of shared memory, which nobody has written",
+    "kMbarrierArrivals": r"mbarrier_arrive: more than the 1 arrivals that the mbarrier was made for, in phase 0",
+    "kMbarrierExpect": r"mbarrier_expect: 1048576 bytes are more than an mbarrier can expect \(1048575\)",
+    "kMbarrierBytes": r"threads 32-63 waiting at the mbarrier at byte 256 .*, which has 0 of 1 arrivals and 256 bytes to come in phase 0$",
+    "kMbarrierTwice": r"mbarrier_init: byte 256 of shared memory is an mbarrier already",
+    "kMbarrierMisaligned": r"mbarrier_init: byte 244 of shared memory is no multiple of 8",
+    "kClusterNoSync": r"read of byte 252 of shared memory, which nobody has written",
+    "kClusterRank": r"cluster_map: rank 2 in a cluster of 2 blocks",
+    "kClusterExited": r"the shared memory of block \(1,0,0\), whose threads have all ended",
+    "kClusterMissing": r"deadlock: block \(0,0,0\) threads 0-62 waiting at cluster_sync \(faults.cu:\d+\); thread 63 exited; block",
+    "kNamedReused": r"read of byte \d+ of shared memory, which thread \d+ wrote with no barrier between",
+    "kTensorNoMap": r"tensor_load: no TensorMap that make_tensor_map has made at faults.cu:\d+$",
+    "kTensorMisaligned": r"tensor_load: byte 16 of shared memory is no multiple of 128",
+    "kTensorPastEnd": r"read of 32 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+$",
+    "kWgmmaNoFence": r"wgmma: no wgmma_fence\(\) before the first product, or since the last wait",
+    "kWgmmaNoWait": r"warp 0 ends with products in flight: no wgmma_wait<0>\(\)",
+    "kWgmmaNoProxyFence": r"wgmma of byte 0 of shared memory, which thread 0 wrote, with no fence_async_shared\(\) between" + TWO_PLACES,
+    "kWgmmaUnwritten": r"wgmma: read of byte 1232 of shared memory, which nobody has written at faults.cu:\d+$",
+    "kWgmmaOverwritten": r"write of byte 0 of shared memory, which a product in flight reads, with no wait for it between" + TWO_PLACES,
+    "kWgmmaOneWarpLess": r"warp 3 has begun 0 products of its warpgroup, warp 0 1$",
+    "kWgmmaFewThreads": r"wgmma_bf16: the warpgroup has fewer than 128 threads",
+    "kWgmmaLanesDiffer": r"wgmma: lane 5 has other operands than lane 0 at faults.cu:\d+$",
+    "kTensorColumns": r"tensor_alloc: 48 columns are not 32, 64, 128, 256 or 512 at faults.cu:\d+$",
+    "kTensorNotAllocated": r"tensor_mma_bf16: the block has no tensor memory allocated",
+    "kTensorNotFreed": r"the block ends with tensor memory allocated$",
+    "kTensorNoCommit": r"thread 0 ends with products in tensor memory that no commit follows$",
+    "kTensorNotAwaited": r"read of cell \d+ of tensor memory \(512 a lane\), which nobody has written",
+    "kTensorVersion": r"tensor_mma_bf16: a descriptor of version 0, not 1",
+    "kTensorShape": r"tensor_mma_bf16: the instruction descriptor 0x08040010 is not one of tensor_shape",
+    "kTensorLanes": r"tensor_load_8: warp 1 of its warpgroup has lanes 32 to 63, not 0",
+    "kTensorUnwritten": r"tensor_mma_bf16: adds to lane 0, column 0 of d, which was not written",
+    "kTensorOverwritten": r"write of byte 0 of shared memory, which a product in flight reads, with no wait for it between" + TWO_PLACES,
     "kTooMuchShared": r"233472 bytes of shared memory: beyond a GPU's limits",
 }
 
@@ -94,12 +166,36 @@ def test_a_race_is_found_in_reverse_too(fault):
         run(fault, reverse=True)
 
 
+@pytest.mark.parametrize("fault,message", [("kTensorNotAwaited", "a product in flight writes"), ("kBulkNoWait", "a copy in flight writes")])
+def test_what_is_in_flight_belongs_to_nobody(fault, message):
+    """In this order the reader comes after the start."""
+    with pytest.raises(EmulatorError, match=message):
+        run(fault, reverse=True)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_barriers_syncwarp_atomics_and_named_barriers_order_accesses(reverse):
     """The kernel of the planted races with none of them."""
     x, out = torch.randn(128), torch.empty(128)
     assert Machine(SOURCE, reverse).run(Kernel("ordered", {"x": IN, "out": OUT, "blocks": int}), [x, out, 2]) == 0
     assert torch.equal(out, x.view(4, 32).roll(-1, 1).flatten() + 64 - 64)
+
+
+RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "reused", "tensor", "product", "tensor_memory")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("which", range(len(RIGHT_FORMS)), ids=RIGHT_FORMS)
+def test_no_fault_no_report(rng, which, reverse):
+    """The kernels of the planted faults of later instructions, right."""
+    x = torch.randn(128, generator=rng)
+    out = torch.empty(128 if RIGHT_FORMS[which] == "cluster" else 64)
+    assert Machine(SOURCE, reverse).run(Kernel("right_forms", {"x": IN, "out": OUT, "which": int}), [x, out, which]) == 0
+    want = {"global_memory": x[:64], "tensor": x[:64], "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten()}
+    if RIGHT_FORMS[which] in want:
+        assert torch.equal(out, want[RIGHT_FORMS[which]])
+    if RIGHT_FORMS[which] == "ring":  # twice the same 64 values
+        torch.testing.assert_close(out[32:], 2 * x[:64].sum().expand(32), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -1,15 +1,15 @@
 """From wrapper to kernel: what is refused before a launch, and what is said when CUDA refuses."""
 
-import contextlib
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from dsv4 import kernels
 from dsv4.errors import UserError
-from dsv4.kernels import launch
-from dsv4.kernels.launch import IN, OUT, Kernel
+from dsv4.kernels import build, launch
+from dsv4.kernels.launch import HOST, IN, OUT, Kernel
 
 
 @pytest.mark.parametrize("capability,arch", [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a")])
@@ -28,7 +28,7 @@ def test_another_gpu_is_one_clear_line(monkeypatch, capability):
 
 def test_tensors_on_a_cpu_are_refused():
     with pytest.raises(UserError, match="rms_norm: expected tensors on a GPU, found cpu: run with --backend torch"):
-        kernels.wrappers()["rms_norm"](torch.ones(2, 4), torch.ones(4), 1e-6)
+        Kernel("rms_norm", {"x": IN})(x=torch.ones(2, 4))
 
 
 def test_arguments_are_checked_by_name_and_layout():
@@ -47,10 +47,13 @@ def gpu(monkeypatch):
     def synchronize(device):
         if state.fault:
             raise RuntimeError(state.fault)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_raw_stream", lambda device: 77)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(launch, "emulator", lambda kernel, values: kernel._on_gpu(torch.device("cuda:0"), values))
+
+    def as_on_gpu(kernel, values):
+        return kernel._on_gpu(0, [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values])
+    monkeypatch.setattr(launch, "emulator", as_on_gpu)
 
     def function(*arguments):
         state.calls.append(arguments)
@@ -66,6 +69,17 @@ def test_trap_21_addresses_and_torchs_current_stream_reach_the_kernel(gpu):
     assert gpu.calls == [(x.data_ptr(), 3, 77)]
 
 
+def test_host_tensors_empty_ones_and_none(gpu):
+    """A HOST tensor goes by its address too; an absent tensor is a null pointer, as is an empty one."""
+    kernel = Kernel("k", {"x": IN, "table": HOST, "absent": IN, "empty": OUT})
+    kernel._functions = gpu.kernel._functions
+    x, table = torch.ones(2), torch.ones(3)
+    kernel(x=x, table=table, absent=None, empty=torch.ones(0))
+    assert gpu.calls == [(x.data_ptr(), table.data_ptr(), None, 0, 77)]
+    with pytest.raises(TypeError, match="k: expected at least one tensor"):
+        kernel(x=None, table=table, absent=None, empty=None)
+
+
 def test_a_refused_launch_names_the_kernel(gpu):
     gpu.error = 98
     with pytest.raises(RuntimeError, match="k: the kernel's launch failed with CUDA error 98"):
@@ -75,6 +89,24 @@ def test_a_refused_launch_names_the_kernel(gpu):
 def test_with_dsv4_sync_a_fault_names_the_kernel(gpu, monkeypatch):
     gpu.fault = "an illegal memory access was encountered\nand much more"
     gpu.kernel(x=torch.ones(2), n=3)  # without it, the fault is someone else's to find
-    monkeypatch.setenv("DSV4_SYNC", "1")
+    monkeypatch.setattr(launch, "SYNC", True)
     with pytest.raises(RuntimeError, match=r"^k: the kernel failed: an illegal memory access was encountered$"):
         gpu.kernel(x=torch.ones(2), n=3)
+
+
+CONFORMANCE = sorted((Path(__file__).parents[1] / "emulator").glob("conformance*.cu"))
+
+
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+@pytest.mark.parametrize("source", CONFORMANCE, ids=lambda source: source.stem)
+def test_the_instructions_of_ptx_compile(nvcc, kernel_cache, source, arch):
+    """The kernels that run each instruction on its own, with and without a cluster."""
+    for usage in build.usage(build.build(source.stem, arch, source)):
+        assert (usage.spill_stores, usage.stack) == (0, 0), usage
+
+
+def test_every_instruction_of_ptx_is_among_them():
+    declared = re.findall(r"PTX_FN \S+ (\w+)\(|^PTX_\w+\((\w+), \"", (build.SOURCES / "ptx.cuh").read_text(), re.MULTILINE)
+    names = {a or b for a, b in declared} - {"shared_address", "read_once", "name"}  # the first two are ptx.cuh's own
+    text = "".join(source.read_text() for source in CONFORMANCE)
+    assert len(names) > 40 and not {name for name in names if not re.search(rf"\b{name}\b", text)}

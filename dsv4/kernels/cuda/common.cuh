@@ -1,21 +1,45 @@
 // What every kernel source starts with: one spelling for nvcc and for the CPU emulator (tests/emulator), value types, reductions.
 //
-// Rules for the sources: launches through LAUNCH, shared memory through DYN_SMEM only, no inline assembly outside the #else below.
+// Rules for the sources: launches through LAUNCH, shared memory through DYN_SMEM only, inline assembly only in ptx.cuh.
 #pragma once
 #ifndef DSV4_EMULATOR
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
+namespace emu {
+// Starts `kernel` so that it overlaps the end of the one before it in the stream: it must call grid_dependency_wait() (ptx.cuh) before it
+// touches what earlier kernels write or read. Failures are left for cudaGetLastError().
+template <class... Parameters, class... Arguments>
+inline void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes, cudaStream_t stream,
+                   Arguments... arguments) {
+    if (shared_bytes > 48 * 1024 &&
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)) != cudaSuccess)
+        return;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+    config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
+    cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+__device__ __forceinline__ void check_aligned(const void*, unsigned) {}
+}  // namespace emu
+
+#define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) emu::launch(kernel, grid, block, 1, shared_bytes, stream, __VA_ARGS__)
+// Groups of `cluster` consecutive blocks (blockIdx.x) run together: grid.x must be a multiple of it; at most 8.
+#define LAUNCH_CLUSTER(kernel, grid, block, cluster, shared_bytes, stream, ...) \
+    emu::launch(kernel, grid, block, cluster, shared_bytes, stream, __VA_ARGS__)
 #define DYN_SMEM(type, name)                              \
     extern __shared__ __align__(1024) char dynamic_smem[]; \
     type* name = reinterpret_cast<type*>(dynamic_smem)
-
-namespace emu {
-__device__ __forceinline__ void check_aligned(const void*, unsigned) {}
-}
 #endif
+
+#include "ptx.cuh"
 
 // The C interface's `dtype` argument.
 enum Dtype { kFloat32 = 0, kBfloat16 = 1 };

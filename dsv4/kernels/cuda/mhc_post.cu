@@ -7,6 +7,8 @@ constexpr int kStreams = 4, kThreads = 128;
 
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) mhc_post_kernel(const T* o, const T* X, const float* post, const float* comb, T* out, int columns) {
+    grid_dependency_launch();
+    grid_dependency_wait();  // all inputs are activations
     const int64_t token = blockIdx.y;
     const int column = (blockIdx.x * kThreads + threadIdx.x) * N;
     if (column >= columns) return;

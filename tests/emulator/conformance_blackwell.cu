@@ -1,0 +1,109 @@
+// Products in tensor memory (sm_100a), on inputs from test_conformance.py, as conformance.cu does for the rest.
+#include "../../dsv4/kernels/cuda/tensor_map.cuh"
+
+// The emulator is all architectures, so this is compiled there; for sm_90a the kernel is empty.
+#if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
+#define HAS_TENSOR_MEMORY
+#endif
+
+// out [128, N] = a [128, row] b [N, row]^T + start, rows of 32, 64 or 128 bytes by the swizzle (32 in two columns of cells without one); for nvfp4 with
+// scales [row / 32, 512 bytes] each: those of row r in bytes 16 (r % 32) + 4 (r / 32).
+template <int kind, int N> __global__ void tensor_memory(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, Swizzle swizzle,
+                                                         const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out) {
+#ifdef HAS_TENSOR_MEMORY
+    DYN_SMEM(char, memory);
+    grid_dependency_wait();
+    const bool cells = swizzle == Swizzle::kNone;
+    const int t = threadIdx.x, warp = t / 32, row = cells ? 32 : 16 << static_cast<int>(swizzle), steps = row / 32;
+    char *a = memory, *b = a + 128 * 128, *scales = b + N * 128;  // scales: 512 bytes of a and 512 of b a step
+    uint64_t* bar = reinterpret_cast<uint64_t*>(scales + 4 * 1024);
+    uint32_t* address = reinterpret_cast<uint32_t*>(bar + 2);
+    if (t == 0) {
+        mbarrier_init(bar, 1);
+        mbarrier_init(bar + 1, 1);
+        mbarrier_fence_init();
+        mbarrier_expect(bar, (128 + N) * row + (kind == 2 ? steps * 1024 : 0));
+        for (int i = 0; i < (cells ? 2 : 1); i++) {
+            tensor_load(a + i * 128 * 16, &a_map, i * 16, 0, bar);
+            tensor_load(b + i * N * 16, &b_map, i * 16, 0, bar);
+        }
+        for (int i = 0; kind == 2 && i < steps; i++) {
+            bulk_load_keep(scales + i * 1024, a_scales + i * 512, 512, bar);
+            bulk_load_keep(scales + i * 1024 + 512, b_scales + i * 512, 512, bar);
+        }
+    }
+    if (warp == 0) {
+        tensor_alloc(address, 64);
+        tensor_relinquish();
+    }
+    __syncthreads();
+    const uint32_t d = *address, lanes = d + (warp * 32 << 16);
+    uint32_t r[8];
+    for (int i = 0; i < N; i += 8) {
+        for (int j = 0; j < 8; j++) r[j] = __float_as_uint(start[t * N + i + j]);
+        tensor_store_8(lanes + i, r);
+    }
+    tensor_wait_store();
+    tensor_fence_before();
+    __syncthreads();
+    if (t == 0) {
+        tensor_fence_after();
+        mbarrier_wait(bar, 0);
+        for (int k = 0; k < steps; k++) {
+            const uint64_t left = tensor_operand(a + k * 32, swizzle, cells ? 128 : 8 * row, 128 * 16);
+            const uint64_t right = tensor_operand(b + k * 32, swizzle, cells ? 128 : 8 * row, N * 16);
+            if (kind == 0) tensor_mma_bf16(d, left, right, tensor_shape(kTensorBf16, N), true);
+            if (kind == 1) tensor_mma_e4m3(d, left, right, tensor_shape(kTensorE4m3, N), true);
+            if (kind == 2) {
+                tensor_copy_scales(d + 32, tensor_operand(scales + k * 1024, Swizzle::kNone, 128));
+                tensor_copy_scales(d + 36, tensor_operand(scales + k * 1024 + 512, Swizzle::kNone, 128));
+                tensor_mma_nvfp4(d, left, right, tensor_shape(kTensorNvfp4, N), d + 32, d + 36, true);
+            }
+        }
+        tensor_commit(bar + 1);
+    }
+    mbarrier_wait(bar + 1, 0);
+    tensor_fence_after();
+    for (int i = 0; i < N; i += 8) {
+        tensor_load_8(r, lanes + i);
+        tensor_wait_load();
+        for (int j = 0; j < 8; j++) out[t * N + i + j] = __uint_as_float(r[j]);
+    }
+    tensor_fence_before();
+    __syncthreads();
+    if (warp == 0) tensor_free(d, 64);
+#endif
+}
+
+template <int kind> static cudaError_t launch(const void* a, const void* b, const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out,
+                                              int swizzle, cudaStream_t stream) {
+    constexpr int N = 32;
+    const int row = swizzle ? 16 << swizzle : 32, box = swizzle ? row : 16;
+    const Swizzle s = static_cast<Swizzle>(swizzle);
+    TensorMap a_map, b_map;
+    cudaError_t error = make_tensor_map(&a_map, 1, a, row, 128, row, box, 128, s);
+    if (error == cudaSuccess) error = make_tensor_map(&b_map, 1, b, row, N, row, box, N, s);
+    if (error != cudaSuccess) return error;
+    auto kernel = tensor_memory<kind, N>;
+    LAUNCH(kernel, dim3(1), dim3(128), (128 + N) * 128 + 4 * 1024 + 32, stream, a_map, b_map, s, a_scales, b_scales, start, out);
+    return cudaGetLastError();
+}
+extern "C" int conformance_tensor(const void* a, const void* b, const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out, int kind,
+                                  int swizzle, cudaStream_t stream) {
+    if (kind == 0) return launch<0>(a, b, a_scales, b_scales, start, out, swizzle, stream);
+    if (kind == 1) return launch<1>(a, b, a_scales, b_scales, start, out, swizzle, stream);
+    return launch<2>(a, b, a_scales, b_scales, start, out, swizzle, stream);
+}
+
+// The 64-bit operand of a K-major tile with the swizzle of 128 bytes at byte 0 of shared memory, and the instruction words, as in PTX that other compilers
+// emit for the same product: out [4] = low and high half, nvfp4 and bf16 of 128 columns.
+__global__ void encodings(uint32_t* out) {
+    DYN_SMEM(char, memory);
+    grid_dependency_wait();
+    const uint64_t zero = tensor_operand(memory, Swizzle::k128, 1024) & ~uint64_t(0x3fff);
+    out[0] = uint32_t(zero), out[1] = uint32_t(zero >> 32), out[2] = tensor_shape(kTensorNvfp4, 128), out[3] = tensor_shape(kTensorBf16, 128);
+}
+extern "C" int conformance_encodings(uint32_t* out, cudaStream_t stream) {
+    LAUNCH(encodings, dim3(1), dim3(1), 1024, stream, out);
+    return cudaGetLastError();
+}
