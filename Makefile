@@ -1,6 +1,7 @@
 # make demo   the environment, then a question to the bundled checkpoint
 # make test   the environment, ruff, the test suite (what CI runs): 4 minutes on 2 cores
 # make lint   ruff alone
+# make gpu-test   the kernels, the emulator's instructions and the bundled model on this machine's GPU
 #
 # Without a GPU torch's CPU build comes from PyTorch's own index, with one from PyPI. Another index or version:
 #     make demo TORCH_INDEX=https://download.pytorch.org/whl/cu130 TORCH=torch==2.13.0
@@ -12,13 +13,16 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 
 PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu-test clean
 
 demo: .venv/runs
 	.venv/bin/python single_shot_inference.py "What is the capital of France?"
 
 test: lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
+
+gpu-test: .venv/tests
+	DSV4_TEST_GPU=1 .venv/bin/python -m pytest tests/kernels tests/emulator tests/test_on_gpu.py
 
 lint: .venv/tests
 	.venv/bin/ruff check .

@@ -339,10 +339,10 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
     if args.kv_quant == "model" and 4 in config.compress_ratios and width & (width - 1):
         raise UserError(f"--kv-quant model: the indexer's Hadamard rotation needs index_head_dim to be a power of two, found {width}: "
                         "use --kv-quant off")
-    ops.select_backend("torch" if args.backend == "auto" else args.backend)
     runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
     devices = runtime.resolve_devices(args.devices)
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
+    runtime.choose_backend(args.backend, devices, dtype, args.kv_quant, args.activations)
     dump = 0 if args.dump_logits is None and args.decode_consistency is None else 4 * context * config.vocab_size
 
     def free_bytes(device):  # the rows to dump are kept on the host
@@ -354,7 +354,7 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
                          f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or fewer --max-new-tokens")
     chunk = min(args.prefill_chunk, prompt_tokens, ops.max_tokens() or prompt_tokens)
     plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=chunk, dtype=dtype, free_bytes=free_bytes,
-                     auto=args.devices == "auto", logit_rows=chunk if dump else 1)
+                     auto=args.devices == "auto", logit_rows=chunk if dump else 1, expand=args.backend != "cuda")
     numerics = Numerics(dtype=dtype, kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised,
                         activations="bf16" if args.activations == "auto" else args.activations)
     return plan, numerics

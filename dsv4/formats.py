@@ -51,6 +51,13 @@ def e8m0_to_float(byte: torch.Tensor) -> torch.Tensor:
     return _table("e8m0", byte.device)[byte.to(torch.int64)]
 
 
+def power_of_two_ceil(v: torch.Tensor) -> torch.Tensor:
+    """2^ceil(log2 v) for fp32 v > 0, on the bits: no logarithm, so exact at every power of two (model.md section 9)."""
+    bits = v.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return (exponent << 23).view(torch.float32)
+
+
 @dataclass
 class Weight:
     """A linear's weight [out, in] in the format in which it is stored (see the table at the top of this file).

@@ -60,19 +60,19 @@ def layer_parameters(config: ModelConfig, layer: int) -> int:
 
 
 def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: range, context: int, chunk: int, dtype: torch.dtype,
-              free_bytes: Callable[[torch.device], int], auto: bool = False, logit_rows: int = 1) -> Plan:
+              free_bytes: Callable[[torch.device], int], auto: bool = False, logit_rows: int = 1, expand: bool = True) -> Plan:
     """Contiguous runs of `layers` over `devices`, balanced by bytes; the embedding with the first, the head with the last.
 
-    `auto` takes the fewest of the devices that suffice. Quantised weights are kept dequantised (fp32, the same values, faster) when
-    that takes at most half of what is free. `logit_rows` rows of logits are made at once. Raises DoesNotFit with the device, the bytes
-    needed and the bytes free.
+    `auto` takes the fewest of the devices that suffice. With `expand`, quantised weights are kept dequantised (fp32, the same values,
+    faster on the definitions) when that takes at most half of what is free. `logit_rows` rows of logits are made at once. Raises
+    DoesNotFit with the device, the bytes needed and the bytes free.
     """
     devices = devices[: len(layers)]
     tries = range(1, len(devices) + 1) if auto else (len(devices),)
     for count in tries:
         shares = {keep: _shares(checkpoint, devices[:count], layers, context, chunk, dtype, free_bytes, keep, logit_rows)
                   for keep in (True, False)}
-        if all(2 * d.needed <= d.free for d in shares[True]):
+        if expand and all(2 * d.needed <= d.free for d in shares[True]):
             return Plan(tuple(layers), shares[True], context, chunk, True)
         if all(d.needed <= d.free for d in shares[False]):
             return Plan(tuple(layers), shares[False], context, chunk, False)

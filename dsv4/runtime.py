@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
+from . import ops
 from .errors import UserError
+from .kernels.launch import architecture
 
 # Below this many bytes a layer, one thread decodes as fast as two (75 and 71 tokens/s for the bundled checkpoint), and when the other core
 # is busy three times as fast (69 and 25; docs/measurements.md): threads that wait for each other at every operation cost more than they
@@ -46,6 +48,23 @@ def resolve_devices(spec: str) -> list[torch.device]:
     if len(set(devices)) < len(devices) or (len(devices) > 1 and any(d.type == "cpu" for d in devices)):
         raise UserError(f"--devices: expected different GPUs, or cpu alone, found {spec!r}")
     return devices
+
+
+def choose_backend(backend: str, devices: list[torch.device], dtype: torch.dtype, kv_quant: str, activations: str) -> None:
+    """Selects the operations' implementation: "auto" is torch. Raises UserError where the kernels cannot do what was asked for."""
+    if backend == "cuda":
+        gpus = all(d.type == "cuda" for d in devices)
+        for flag, fine, expected, found in (
+            ("--backend cuda", gpus, "GPUs", f"{devices[0]} (torch {torch.__version__} sees {torch.cuda.device_count()} GPUs)"),
+            ("--dtype", dtype == torch.bfloat16, "bfloat16 with --backend cuda", str(dtype).removeprefix("torch.")),
+            ("--kv-quant", kv_quant == "model", "model with --backend cuda, whose caches are FP8 and FP4", kv_quant),
+            ("--activations", activations in ("auto", "bf16"), "bf16 with --backend cuda, which decodes on exact activations", activations),
+        ):
+            if not fine:
+                raise UserError(f"{flag}: expected {expected}, found {found}: run with --backend torch")
+        for device in devices:
+            architecture(device)
+    ops.select_backend("torch" if backend == "auto" else backend)
 
 
 def free_bytes(device: torch.device) -> int:

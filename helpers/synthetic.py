@@ -13,7 +13,7 @@ import torch
 
 from dsv4.checkpoint import Need, needs_of_layer, needs_outside_layers
 from dsv4.config import ModelConfig
-from dsv4.formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight
+from dsv4.formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight, from_reciprocal
 
 from .make_checkpoint import FORMATS, kind_of
 
@@ -70,7 +70,9 @@ class SyntheticCheckpoint:
             scale = self._bytes(generator, middle - 1, middle + 2, rows, columns // MXFP4_BLOCK)
             return Weight("mxfp4", (rows, columns), payload, scale, block=(1, MXFP4_BLOCK))
         codes = self._bytes(generator, 0x34, 0x3C, rows, columns // NVFP4_BLOCK)  # e4m3 0.75 to 1.375
-        return Weight("nvfp4", (rows, columns), payload, codes.view(torch.float8_e4m3fn), torch.tensor(size).item(), block=(1, NVFP4_BLOCK))
+        size = torch.tensor(size).item()  # an fp32 value
+        weight = Weight("nvfp4", (rows, columns), payload, codes.view(torch.float8_e4m3fn), size, block=(1, NVFP4_BLOCK))
+        return weight if kind == "nvfp4" else from_reciprocal(weight, 1.0 / weight.global_scale)
 
     def nbytes(self, prefix: str = "") -> int:
         """Bytes of everything whose name begins so."""
@@ -94,7 +96,7 @@ class SyntheticCheckpoint:
         return count // 2 + count // (MXFP4_BLOCK if kind == "mxfp4" else NVFP4_BLOCK)
 
     def _kind(self, name):
-        return kind_of(self.format, name).removesuffix("-ct")  # compressed-tensors' NVFP4 differs in how the global scale is written
+        return kind_of(self.format, name)
 
     def _generator(self, name):
         return torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))

@@ -273,7 +273,7 @@ def test_closed_pipe_is_quiet():
     (["--think", "hard", "a"], "invalid choice"),
     (["--devices", "tpu", "a"], "--devices: expected auto, cpu or a list"),
     (["--devices", "cuda:99", "a"], "--devices: cuda:99"),
-    (["--backend", "cuda", "a"], "--backend cuda: expected a kernel for every operation"),
+    (["--backend", "cuda", "a"], "--backend cuda: expected GPUs, found cpu"),
     (["--dump-logits", "/no/such/folder/x", "a"], "--dump-logits: /no/such/folder/x cannot be written"),
     (["--raw", "--system", "s", "a"], "--system does not go with --raw"),
     (["--inspect", "--dump-logits", "x"], "--dump-logits does not go with --inspect"),

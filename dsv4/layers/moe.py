@@ -16,7 +16,7 @@ class MoE:
 
     def __init__(self, bind: Binder, config: ModelConfig, layer: int):
         self.config = config
-        self.gate = bind.fp32("gate.weight")
+        self.gate = ops.pack_gate(bind.fp32("gate.weight"))
         hashed = config.is_hash_layer(layer)
         self.experts_of_token = bind.stored("gate.tid2eid").long() if hashed else None
         self.bias = None if hashed else bind.fp32("gate.bias")

@@ -6,16 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import E2M1_MAX, E4M3_MAX, e2m1_to_float, round_e2m1
+from ..formats import E2M1_MAX, E4M3_MAX, e2m1_to_float, power_of_two_ceil, round_e2m1
 
 _ONE_OVER_448, _ONE_OVER_6 = torch.tensor(1 / 448, dtype=torch.float32).item(), torch.tensor(1 / 6, dtype=torch.float32).item()
-
-
-def power_of_two_ceil(v: torch.Tensor) -> torch.Tensor:
-    """2^ceil(log2 v) for fp32 v > 0, on the bits: no logarithm, so exact at every power of two (model.md section 9)."""
-    bits = v.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
-    return (exponent << 23).view(torch.float32)
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:

@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from .backend import operation
 
 
+def pack_gate_ref(gate: torch.Tensor) -> torch.Tensor:
+    """The gate [E, D] fp32 as `router` takes it; what else it becomes is the kernels' business."""
+    return gate
+
+
 def router_ref(x: torch.Tensor, gate: torch.Tensor, top_k: int, route_scale: float, *, bias: torch.Tensor | None = None,
                table: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(experts [S, k] int32, weights [S, k] fp32) for x [S, D], gate [E, D] fp32.
@@ -25,4 +30,5 @@ def router_ref(x: torch.Tensor, gate: torch.Tensor, top_k: int, route_scale: flo
     return chosen.int(), weights / weights.sum(-1, keepdim=True) * route_scale
 
 
+pack_gate = operation(pack_gate_ref)
 router = operation(router_ref)

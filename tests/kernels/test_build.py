@@ -127,7 +127,7 @@ def test_an_object_appears_whole_by_a_rename(fake, monkeypatch):
 
 
 def test_processes_building_at_once(fake):
-    running = [fake.start("rms_norm", "--arch", "sm_90a", FAKE_SECONDS="0.5") for _ in range(3)]
+    running = [fake.start("mhc_post", "--arch", "sm_90a", FAKE_SECONDS="0.5") for _ in range(3)]
     for process in running:
         output = process.communicate(timeout=60)
         assert process.returncode == 0, output
@@ -136,7 +136,7 @@ def test_processes_building_at_once(fake):
 
 
 def test_trap_24_a_killed_build_leaves_nothing_that_is_used(fake):
-    process = fake.start("rms_norm", "--arch", "sm_90a", FAKE_SECONDS="60")
+    process = fake.start("mhc_post", "--arch", "sm_90a", FAKE_SECONDS="60")
     deadline = time.time() + 60
     while not (half := list(fake.cache.glob("building-*/kernel.so"))):
         assert time.time() < deadline and process.poll() is None
@@ -146,7 +146,7 @@ def test_trap_24_a_killed_build_leaves_nothing_that_is_used(fake):
     assert half[0].exists() and not fake.objects() and len(fake.leftovers()) == 1
     alive = fake.cache / f"building-{build.socket.gethostname()}-{os.getpid()}-x"
     alive.mkdir()  # of a process that runs
-    assert build.build("rms_norm", "sm_90a").read_text() == "half and half"
+    assert build.build("mhc_post", "sm_90a").read_text() == "half and half"
     assert fake.leftovers() == [alive]
 
 
@@ -208,7 +208,7 @@ def test_no_nvcc_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "_pypi_nvcc", lambda: None)
     with pytest.raises(UserError, match=r"found none: install the CUDA toolkit .* or pip install nvidia-cuda-nvcc==13.0.88") as caught:
-        build.build("rms_norm", "sm_90a")
+        build.build("mhc_post", "sm_90a")
     assert "\n" not in str(caught.value)
 
 
@@ -220,7 +220,7 @@ def test_an_nvcc_that_does_not_run(tmp_path, monkeypatch, content):
         path.chmod(0o755)
     monkeypatch.setenv("DSV4_NVCC", str(path))
     with pytest.raises(UserError, match=r"expected .*/nvcc to be nvcc, found .* fails .*set DSV4_NVCC or CUDA_HOME") as caught:
-        build.build("rms_norm", "sm_90a")
+        build.build("mhc_post", "sm_90a")
     assert "\n" not in str(caught.value)
 
 
@@ -271,8 +271,8 @@ def test_command_line_builds_all_ahead_with_a_bar_on_a_terminal(fake):
 
 @pytest.mark.parametrize("arguments,message", [
     ([], "either --all or the names of kernels, found neither"),
-    (["--all", "rms_norm"], "found both"),
-    (["nothing"], "expected names out of mhc_post, rms_norm, found 'nothing'"),
+    (["--all", "mhc_post"], "found both"),
+    (["nothing"], f"expected names out of {', '.join(build.names())}, found 'nothing'"),
     (["--all", "--arch", "sm_90a,sm_80"], "found 'sm_80'"),
 ])
 def test_command_line_mistakes(fake, capsys, arguments, message):

@@ -1,0 +1,61 @@
+"""The kernel of dsv4/ops/attention.py."""
+
+from __future__ import annotations
+
+import torch
+
+from . import MAX_TOKENS
+from .keys import HEAD_DIM, KEY_BYTES, KEY_SCALES, ROPE_DIM, Keys
+from .launch import IN, OUT, WEIGHT, WORK, Kernel, expect
+
+_BLOCKS, _BLOCK_HEADS, _MAX_SPLITS = 264, 16, 64  # two blocks for each SM of an H200; attention.cu says what the others are
+
+_attention = Kernel("attention", {
+    "q": IN, "sink": WEIGHT, "cos": IN, "sin": IN, "positions": IN, "window_values": IN, "window_scales": IN, "entry_values": IN,
+    "entry_scales": IN, "selected": IN, "partial": WORK, "stats": WORK, "out": OUT, "tokens": int, "heads": int, "ring": int,
+    "window_size": int, "entries": int, "ratio": int, "top_k": int, "splits": int, "eps": float})
+
+
+def _are_keys(keys: Keys) -> bool:
+    n = len(keys.values)
+    return (keys.values.shape == (n, KEY_BYTES) and keys.scales.shape == (n, KEY_SCALES) and keys.values.data_ptr() % 16 == 0
+            and all(t.dtype == torch.uint8 for t in keys))
+
+
+def attention(q: torch.Tensor, sink: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, window: Keys,
+              window_size: int, entries: Keys | None, ratio: int, selected: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """q [S, H * 512] fp32, as projected -> [S, H * 512] bf16, S 1 to 8, any H.
+
+    sink [H], cos and sin [S, 32] fp32; positions int64 [S], consecutive, whose values are read on the device only. Token s sees the last
+    `window_size` positions, position p in row p mod R of `window` (R rows, at least window_size + S - 1), and of the first
+    (positions[s] + 1) // ratio rows of `entries` those that `selected` [S, k] int32 names (-1: none), or all if that is None; `ratio` has
+    no meaning without entries. Raises UserError for other shapes or dtypes.
+    """
+    S = len(q) if q.dim() == 2 else 0
+    H = len(sink) if sink.dim() == 1 else 0
+    expect(1 <= S <= MAX_TOKENS and H > 0 and q.shape == (S, H * HEAD_DIM) and cos.shape == sin.shape == (S, ROPE_DIM // 2)
+           and positions.shape == (S,) and all(t.dtype == torch.float32 for t in (q, sink, cos, sin)) and positions.dtype == torch.int64,
+           "attention", f"q [S, H * {HEAD_DIM}], sink [H], cos and sin [S, {ROPE_DIM // 2}] in fp32 and positions [S] in int64, S 1 to "
+           f"{MAX_TOKENS}", q=q, sink=sink, cos=cos, sin=sin, positions=positions)
+    for whose, keys in (("window's", window), ("entries'", entries)):
+        if keys is not None:
+            expect(_are_keys(keys), "attention", f"{whose} values [n, {KEY_BYTES}], 16-byte aligned, and scales [n, {KEY_SCALES}] in uint8",
+                   **keys._asdict())
+    expect(1 <= window_size <= len(window.values) + 1 - S, "attention", f"a window of at least {window_size} + {S} - 1 rows",
+           window=window.values)
+    if entries is not None:
+        expect(ratio >= 1, "attention", f"a ratio of at least 1 with entries, got {ratio}", entries=entries.values)
+    if selected is not None:
+        expect(entries is not None and selected.dim() == 2 and len(selected) == S and selected.shape[1] >= 1
+               and selected.dtype == torch.int32, "attention", f"entries, and selected [{S}, k] in int32", selected=selected)
+    q = q.contiguous()
+    expect(q.data_ptr() % 16 == 0, "attention", "q 16-byte aligned", q=q)
+    splits = max(1, min(_MAX_SPLITS, _BLOCKS // (-(-H // _BLOCK_HEADS) * S)))
+    out = torch.empty(S, H * HEAD_DIM, dtype=torch.bfloat16, device=q.device)
+    _attention(q=q, sink=sink, cos=cos.contiguous(), sin=sin.contiguous(), positions=positions, window_values=window.values,
+               window_scales=window.scales, entry_values=entries and entries.values, entry_scales=entries and entries.scales,
+               selected=None if selected is None else selected.contiguous(), partial=q.new_empty(S, H, splits, HEAD_DIM),
+               stats=q.new_empty(S, H, splits, 2), out=out, tokens=S, heads=H, ring=len(window.values), window_size=window_size,
+               entries=0 if entries is None else len(entries.values), ratio=0 if entries is None else ratio,
+               top_k=0 if selected is None else selected.shape[1], splits=splits, eps=eps)
+    return out

@@ -1,0 +1,293 @@
+// The weight stream: what every kernel shares that multiplies packed weights by a few tokens (linear.cu, the experts).
+//
+// A matrix [rows, columns] is packed (dsv4/kernels/packing.py) into tiles of 16 rows, a tile into items of 16 rows x 256 bytes of codes:
+// 128 columns of bf16, 256 of FP8, 512 of FP4, the item's scales behind the codes. Item i of tile t lies at (t * items + i) * item_bytes.
+// A warp reads an item in eight loads of 512 consecutive bytes, 16 a lane, and feeds them to mma.m16n8k16 as its 16-row operand A. The
+// tokens are the 8 columns of operand B: an item's column order is such that a lane's part of B is 8 consecutive columns of x, one 16-byte
+// load of x as the previous kernel wrote it. Below, g = lane / 4 and q = lane % 4; a lane has parts of rows g and g + 8.
+//
+// Every weight is expanded to bf16 without rounding, products are summed in fp32:
+//   kBf16    as stored.
+//   kFp8     e4m3: sign, exponent and mantissa shifted into a bf16's places are the value * 2^-120; one multiplication by 2^120. The block
+//            scales (fp32, one for 8 rows x 128 columns) multiply the sums of their 128 columns, which stay finite for x up to 5e33.
+//   kNvfp4   e2m1 shifted into place is the value * 2^-126; one multiplication by scale * 2^106 gives value * scale * 2^-20, of at most 6
+//            significant bits. The caller multiplies the sum by `factor` of packing.py, 2^20 * global scale.
+//   kMxfp4   the same with a power of two for 32 columns; factor is 1 unless a scale is above 2.
+// Words of codes are re-coded by packing.py, which inverts expand_e2m1 and expand_e4m3: 8 operations for 8 e2m1, 4 for 4 e4m3.
+//
+// A block is 8 warps; two blocks fit an SM. A block's work is a sequence of items, of which each warp has an equal, contiguous part. It
+// streams them through a ring of its own in shared memory (bulk copies, an mbarrier a slot, no barrier with other warps). At the end of a
+// tile, or of its part of one, a warp leaves the 16 rows x tokens as a "piece" in shared memory; after one __syncthreads the pieces of a
+// tile are added in the order of the warps. So the result depends on shapes and partition alone, never on time, and no warp waits for
+// another before the end.
+//
+// A kernel (linear.cu is the model) has:
+//   struct Run                      consecutive items in memory: at least `const char* items; int count, format;`, and what the kernel
+//                                   needs to find x and to know the tile
+//   struct Walk { bool next(Run&) } one warp's runs in order, false for ever after the last. Copyable: one copy runs ahead to issue the
+//                                   copies, so it may read only what no earlier kernel writes (or the kernel waits before Stream::begin)
+//   Layout                          the block's shared memory, the same on host and device
+//   Stream<Walk, Run>               begin(), then item() and release() for every item, in the walk's order
+//   Sum                             the products of items with x, for one tile
+//   Layout::keep(), piece_sum()     a warp's piece; after __syncthreads, the sum of a tile's
+#pragma once
+#include "common.cuh"
+#include "ptx.cuh"
+
+enum Format { kBf16 = 0, kFp8 = 1, kNvfp4 = 2, kMxfp4 = 3 };
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kBlocksPerSm = 2;
+constexpr int kRows = 16;      // of a tile
+constexpr int kCodes = 4096;   // bytes of codes of an item, before its scales
+constexpr int kMaxTokens = 8;  // columns of the product's operand B
+constexpr int kSharedBytes = 113 * 1024;  // of a block at most, if two are to fit an SM: 228 KB, of which CUDA takes 1 KB a block
+
+__host__ __device__ constexpr int item_columns(int format) { return format == kBf16 ? 128 : format == kFp8 ? 256 : 512; }
+__host__ __device__ constexpr int item_bytes(int format) {
+    return kCodes + (format == kFp8 ? 16 : format == kNvfp4 ? 512 : format == kMxfp4 ? 256 : 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- expansion
+
+// A re-coded word -> its 8 e2m1 as bf16 pairs (columns 0 1, 2 3, 4 5, 6 7), each value * 2^-126: sign at bit 15, the rest at 8:6.
+__device__ __forceinline__ void expand_e2m1(uint32_t w, uint32_t (&pair)[4]) {
+    constexpr uint32_t kMask = 0x81C081C0u;
+    pair[0] = (w << 2) & kMask;
+    pair[1] = (w << 6) & kMask;
+    pair[2] = (w ^ (w >> 8)) & kMask;
+    pair[3] = (w << 12 | w >> 20) & kMask;
+}
+
+// A re-coded word -> its 4 e4m3 as bf16 pairs (columns 0 1, 2 3), each value * 2^-120: sign at bit 15, the rest at 10:4.
+__device__ __forceinline__ void expand_e4m3(uint32_t w, uint32_t (&pair)[2]) {
+    constexpr uint32_t kMask = 0x87F087F0u;
+    pair[0] = (w << 4) & kMask;
+    pair[1] = (w ^ (w >> 4)) & kMask;
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ uint4 load_16(const void* p) {
+    emu::check_aligned(p, 16);
+    return *static_cast<const uint4*>(p);
+}
+
+// ------------------------------------------------------------------------------------------------------------------- products
+
+// The sums of one tile's 16 rows with the 8 columns of operand B, spread over a warp: lane (g, q) has rows g (0, 1) and g + 8 (2, 3) of
+// tokens 2q (0, 2) and 2q + 1 (1, 3). Two sets, added at the end, so that two products are on the way at a time.
+struct Sum {
+    float even[4] = {}, odd[4] = {};
+
+    // Adds one item in shared memory. x: this lane's token, at the item's first column; 16-byte aligned. left: how many columns of x there
+    // are from there on, a multiple of 8; none beyond is read.
+    __device__ __forceinline__ void add(int format, const char* item, const __nv_bfloat16* x, int left) {
+        if (format == kBf16) left >= 128 ? add_bf16<true>(item, x, left) : add_bf16<false>(item, x, left);
+        else if (format == kFp8) left >= 256 ? add_fp8<true>(item, x, left) : add_fp8<false>(item, x, left);
+        else if (format == kNvfp4) left >= 512 ? add_fp4<kNvfp4, true>(item, x, left) : add_fp4<kNvfp4, false>(item, x, left);
+        else left >= 512 ? add_fp4<kMxfp4, true>(item, x, left) : add_fp4<kMxfp4, false>(item, x, left);
+    }
+
+    __device__ __forceinline__ float total(int i) const { return even[i] + odd[i]; }
+
+private:
+    template <bool kWhole> static __device__ __forceinline__ uint4 columns(const __nv_bfloat16* x, int column, int left) {
+        return kWhole || column < left ? load_16(x + column) : uint4{0, 0, 0, 0};
+    }
+
+    // A lane's 16 bytes are one operand A: two columns of row g, of row g + 8, the next two of g, of g + 8. Two such are 8 columns.
+    template <bool kWhole> __device__ __forceinline__ void add_bf16(const char* item, const __nv_bfloat16* x, int left) {
+        const int lane = threadIdx.x % 32, q = lane % 4;
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const uint4 a = load_16(item + 1024 * u + 16 * lane), next = load_16(item + 1024 * u + 512 + 16 * lane);
+            const uint4 b = columns<kWhole>(x, 32 * u + 8 * q, left);
+            mma_bf16(even, {a.x, a.y, a.z, a.w}, {b.x, b.y});
+            mma_bf16(odd, {next.x, next.y, next.z, next.w}, {b.z, b.w});
+        }
+    }
+
+    // 16 bytes of row g, then of row g + 8, are 16 columns in four words.
+    template <bool kWhole> __device__ __forceinline__ void add_fp8(const char* item, const __nv_bfloat16* x, int left) {
+        const int lane = threadIdx.x % 32, q = lane % 4;
+        const uint4 bits = load_16(item + kCodes);  // of the first 128 columns, then of the others: the scale of rows 0-7, of rows 8-15
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float part[4] = {};
+#pragma unroll
+            for (int u = 2 * half; u < 2 * half + 2; u++) {
+                const uint4 low = load_16(item + 1024 * u + 16 * lane), high = load_16(item + 1024 * u + 512 + 16 * lane);
+#pragma unroll
+                for (int p = 0; p < 4; p += 2) {
+                    const uint4 b = columns<kWhole>(x, 64 * u + 16 * q + 4 * p, left);
+                    mma_fp8(part, word(low, p), word(high, p), b.x, b.y);
+                    mma_fp8(part, word(low, p + 1), word(high, p + 1), b.z, b.w);
+                }
+            }
+            const float low_scale = __uint_as_float(word(bits, 2 * half)), high_scale = __uint_as_float(word(bits, 2 * half + 1));
+#pragma unroll
+            for (int i = 0; i < 4; i++) even[i] = __fmaf_rn(i < 2 ? low_scale : high_scale, part[i], even[i]);
+        }
+    }
+
+    // A lane has 16 consecutive columns, one group of NVFP4, in two words, twice in its 16 bytes. Its scales are 16 bytes: for
+    // each 64 columns those of rows g and g + 8. MXFP4: lanes 2i and 2i + 1 share the group of 32 and these bytes.
+    template <int kFormat, bool kWhole> __device__ __forceinline__ void add_fp4(const char* item, const __nv_bfloat16* x, int left) {
+        const int lane = threadIdx.x % 32, q = lane % 4;
+        const uint4 scales = load_16(item + kCodes + 16 * (kFormat == kNvfp4 ? lane : lane / 2));
+#pragma unroll(kWhole ? 4 : 1)
+        for (int u = 0; u < 4; u++) {
+            const uint4 low = load_16(item + 1024 * u + 16 * lane), high = load_16(item + 1024 * u + 512 + 16 * lane);
+            const uint32_t four = word(scales, u);
+#pragma unroll
+            for (int v = 0; v < 2; v++) {
+                const uint32_t low_scale = scale<kFormat>(four, 2 * v), high_scale = scale<kFormat>(four, 2 * v + 1);
+#pragma unroll
+                for (int p = 2 * v; p < 2 * v + 2; p++) {
+                    const uint4 b = columns<kWhole>(x, 128 * u + 64 * v + 16 * q + 8 * (p % 2), left);
+                    uint32_t l[4], h[4];
+                    expand_e2m1(word(low, p), l);
+                    expand_e2m1(word(high, p), h);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) l[i] = mul_bf16x2(l[i], low_scale), h[i] = mul_bf16x2(h[i], high_scale);
+                    mma_bf16(even, {l[0], h[0], l[1], h[1]}, {b.x, b.y});
+                    mma_bf16(odd, {l[2], h[2], l[3], h[3]}, {b.z, b.w});
+                }
+            }
+        }
+    }
+
+    // Four columns of row g and of row g + 8, one word each.
+    static __device__ __forceinline__ void mma_fp8(float (&sum)[4], uint32_t low, uint32_t high, uint32_t b0, uint32_t b1) {
+        constexpr uint32_t k2to120 = 0x7B807B80u;  // as two bf16
+        uint32_t l[2], h[2];
+        expand_e4m3(low, l);
+        expand_e4m3(high, h);
+#pragma unroll
+        for (int i = 0; i < 2; i++) l[i] = mul_bf16x2(l[i], k2to120), h[i] = mul_bf16x2(h[i], k2to120);
+        mma_bf16(sum, {l[0], h[0], l[1], h[1]}, {b0, b1});
+    }
+
+    // Byte i as two equal bf16. NVFP4: five bits of exponent and three of mantissa, the value scale * 2^106; MXFP4: all eight are exponent.
+    template <int kFormat> static __device__ __forceinline__ uint32_t scale(uint32_t four, int i) {
+        const uint32_t twice = byte_perm(four, 0, 0x4040 | i | i << 8);
+        return kFormat == kNvfp4 ? twice * 16 + 0x70007000u : twice * 128;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------- shared memory
+
+// A block's shared memory: a ring of `depth` slots for each warp, up to `pieces` pieces for each warp, up to `sums` tiles' sums (for
+// clusters; 0 where unused), the rings' barriers and the tiles each warp has pieces of. Tiles are counted from the block's first.
+struct Layout {
+    int depth, slot_bytes, pieces, sums, tokens;
+
+    __host__ __device__ int piece_floats() const { return kRows * tokens; }
+    __host__ __device__ int piece_offset() const { return kWarps * depth * slot_bytes; }
+    __host__ __device__ int sum_offset() const { return piece_offset() + kWarps * pieces * piece_floats() * 4; }
+    __host__ __device__ int barrier_offset() const { return sum_offset() + sums * piece_floats() * 4; }
+    __host__ __device__ int range_offset() const { return barrier_offset() + kWarps * depth * 8; }
+    __host__ __device__ int bytes() const { return range_offset() + kWarps * 8; }
+
+    __device__ __forceinline__ float* piece(char* memory, int warp, int index) const {
+        return reinterpret_cast<float*>(memory + piece_offset()) + (warp * pieces + index) * piece_floats();
+    }
+    __device__ __forceinline__ float* sum(char* memory, int tile) const {
+        return reinterpret_cast<float*>(memory + sum_offset()) + tile * piece_floats();
+    }
+    __device__ __forceinline__ int* range(char* memory, int warp) const {
+        return reinterpret_cast<int*>(memory + range_offset()) + 2 * warp;
+    }
+
+    // Every warp calls it once: it will keep pieces of tiles first..last, or of none (last < first).
+    __device__ __forceinline__ void set_range(char* memory, int first, int last) const {
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 == 0) range(memory, warp)[0] = first, range(memory, warp)[1] = last;
+    }
+
+    // The warp's piece number `index` (its tile - first): element [token][row].
+    __device__ __forceinline__ void keep(char* memory, int index, const Sum& sum) const {
+        const int lane = threadIdx.x % 32, row = lane / 4, token = 2 * (lane % 4);
+        float* to = piece(memory, threadIdx.x / 32, index) + token * kRows + row;
+        if (token < tokens) to[0] = sum.total(0), to[8] = sum.total(2);
+        if (token + 1 < tokens) to[kRows] = sum.total(1), to[kRows + 8] = sum.total(3);
+    }
+
+    // Element token * kRows + row of a tile: the sum of the block's pieces, in the order of the warps. After a barrier of the block.
+    __device__ __forceinline__ float piece_sum(char* memory, int tile, int element) const {
+        float total = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; warp++) {
+            const int first = range(memory, warp)[0], last = range(memory, warp)[1];
+            if (first <= tile && tile <= last) total += piece(memory, warp, tile - first)[element];
+        }
+        return total;
+    }
+};
+
+// ------------------------------------------------------------------------------------------------------------------------------ stream
+
+// One warp's items on their way through its ring. The warp that has read a slot refills it itself, so a slot needs no second barrier.
+template <class Walk, class Run> class Stream {
+public:
+    // Shared memory as of `layout`, whose barriers this warp sets up.
+    __device__ __forceinline__ Stream(const Layout& layout, char* memory)
+        : depth_(layout.depth), slot_bytes_(layout.slot_bytes), slots_(memory + threadIdx.x / 32 * layout.depth * layout.slot_bytes),
+          full_(reinterpret_cast<uint64_t*>(memory + layout.barrier_offset()) + threadIdx.x / 32 * layout.depth) {
+        if (threadIdx.x % 32 == 0) {
+#pragma unroll 1
+            for (int i = 0; i < depth_; i++) mbarrier_init(full_ + i, 1);
+            mbarrier_fence_init();
+        }
+        __syncwarp();
+    }
+
+    // Issues the copies of the walk's first items.
+    __device__ __forceinline__ void begin(const Walk& walk) {
+        ahead_ = walk;
+        resume();
+    }
+
+    // Fills the slots that begin() found no item for: a walk may end, for a time, before grid_dependency_wait(). Before the first item().
+    __device__ __forceinline__ void resume() {
+#pragma unroll 1
+        while (filled_ < depth_ && issue(filled_)) filled_++;
+    }
+
+    // The next item, waited for.
+    __device__ __forceinline__ const char* item() {
+        mbarrier_wait(full_ + slot_, parity_);
+        return slots_ + slot_ * slot_bytes_;
+    }
+
+    // The item has been read: its slot gets the next one to be issued.
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        issue(slot_);
+        if (++slot_ == depth_) slot_ = 0, parity_ ^= 1;
+    }
+
+private:
+    // Whether there was an item.
+    __device__ __forceinline__ bool issue(int slot) {
+        if (left_ == 0) {
+            Run run;
+            if (!ahead_.next(run)) return false;
+            next_ = run.items, left_ = run.count, bytes_ = item_bytes(run.format);
+        }
+        if (threadIdx.x % 32 == 0) {
+            mbarrier_expect(full_ + slot, bytes_);
+            bulk_load(slots_ + slot * slot_bytes_, next_, bytes_, full_ + slot);
+        }
+        next_ += bytes_, left_--;
+        return true;
+    }
+
+    int depth_, slot_bytes_;
+    char* slots_;
+    uint64_t* full_;
+    int slot_ = 0, parity_ = 0, filled_ = 0;
+    Walk ahead_;
+    const char* next_ = nullptr;
+    int left_ = 0, bytes_ = 0;
+};

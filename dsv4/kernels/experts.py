@@ -1,0 +1,99 @@
+"""The kernel of dsv4/ops/experts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..errors import UserError
+from ..ops.experts import Expert
+from . import MAX_TOKENS
+from .launch import IN, OUT, WEIGHT, WORK, Kernel, expect
+from .linear import blocks_at_once
+from .packing import FORMATS, ROWS, pack_matrix, pack_pair, packed_shape
+
+_MAX_TOP_K, _MAX_EXPERTS = 8, 384
+
+_moe = Kernel("moe", {"x": IN, "up_shared": WEIGHT, "up_routed": WEIGHT, "down_shared": WEIGHT, "down_routed": WEIGHT, "factors": WEIGHT,
+                      "chosen": IN, "weights": IN, "hidden": WORK, "out": OUT, "tokens": int, "columns": int, "inner": int, "experts": int,
+                      "top_k": int, "up_shared_format": int, "up_routed_format": int, "down_shared_format": int, "down_routed_format": int,
+                      "blocks": int, "limit": float})
+
+
+class PackedExperts(NamedTuple):
+    """The experts of a layer as the kernel streams them. up_* and down_*: uint8 [experts, tiles, items, item bytes], one expert in those of
+    the shared one; factors [experts + 1, 3] fp32 of w1, w3, w2, the shared expert's last; formats: of the four, in this order."""
+
+    up_shared: torch.Tensor
+    up_routed: torch.Tensor
+    down_shared: torch.Tensor
+    down_routed: torch.Tensor
+    factors: torch.Tensor
+    formats: tuple[int, int, int, int]
+    columns: int
+    inner: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.numel() * t.element_size() for t in self[:5])
+
+
+def pack_experts(routed: Sequence[Expert], shared: Expert) -> PackedExperts:
+    """Packs the routed experts, all of one format for w1 with w3 and one for w2, and the shared expert, on the shared one's device.
+
+    Each expert is taken from `routed` once, in order, and not kept: a sequence that loads them one by one needs memory for one. Raises
+    UserError for formats or shapes that differ, and for what packing.py refuses.
+    """
+    if not 1 <= len(routed) <= _MAX_EXPERTS:
+        raise UserError(f"pack_experts: expected 1 to {_MAX_EXPERTS} experts, found {len(routed)}")
+    inner, columns = shared.w1.shape
+    factors = torch.empty(len(routed) + 1, 3)
+    up_routed, down_routed, formats_routed = _pack(routed, inner, columns, shared.w1.device, factors[:-1])
+    up_shared, down_shared, formats_shared = _pack([shared], inner, columns, shared.w1.device, factors[-1:])
+    formats = formats_shared[0], formats_routed[0], formats_shared[1], formats_routed[1]
+    return PackedExperts(up_shared, up_routed, down_shared, down_routed, factors.to(shared.w1.device), formats, columns, inner)
+
+
+def _pack(experts, inner, columns, device, factors):
+    """(w1 with w3, w2, the two formats) of experts of one format; fills their rows of `factors`."""
+    shapes, kinds = ((inner, columns), (columns, inner), (inner, columns)), None
+    for i, expert in enumerate(experts):
+        found = tuple(w.kind for w in expert), tuple(tuple(w.shape) for w in expert)
+        if kinds is None and found[0][0] == found[0][2]:
+            kinds = found[0]
+            up = torch.empty(len(experts), *packed_shape(kinds[0], inner, columns, ROWS // 2), dtype=torch.uint8, device=device)
+            down = torch.empty(len(experts), *packed_shape(kinds[1], columns, inner), dtype=torch.uint8, device=device)
+        if found != (kinds, shapes):
+            raise UserError(f"pack_experts: expected experts of one format, w1 and w3 {list(shapes[0])} alike, w2 {list(shapes[1])}, "
+                            f"found w1, w2, w3 of {', '.join(found[0])} and {', '.join(str(list(s)) for s in found[1])} in expert {i}")
+        _, (factors[i, 0], factors[i, 1]) = pack_pair(expert.w1, expert.w3, up[i])
+        _, factors[i, 2] = pack_matrix(expert.w2, down[i])
+    return up, down, (FORMATS[kinds[0]], FORMATS[kinds[1]])
+
+
+def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: torch.Tensor, limit: float, activations: str = "bf16",
+        shared_activations: str = "bf16") -> torch.Tensor:
+    """x [S, D] bf16, chosen [S, k] int32, weights [S, k] fp32 -> [S, D] bf16: the chosen experts and the shared one, summed in fp32.
+
+    Raises UserError for other shapes or dtypes (S and k up to 8, D and the experts' inner size multiples of 8) or activations.
+    """
+    if activations != "bf16" or shared_activations != "bf16":
+        raise UserError(f"moe: expected bf16 activations, found {activations} and {shared_activations}: run with --backend torch")
+    S, k = chosen.shape if chosen.dim() == 2 else (-1, -1)
+    expect(1 <= S <= MAX_TOKENS and 1 <= k <= _MAX_TOP_K and x.shape == (S, experts.columns) and weights.shape == chosen.shape
+           and experts.columns % 8 == experts.inner % 8 == 0 and x.dtype == torch.bfloat16 and chosen.dtype == torch.int32
+           and weights.dtype == torch.float32, "moe",
+           f"x [S, {experts.columns}] in bf16, chosen [S, k] in int32 and weights [S, k] in fp32, S and k up to {MAX_TOKENS}, widths "
+           "multiples of 8", x=x, chosen=chosen, weights=weights)
+    hidden = torch.empty(S * (1 + k) + 1, experts.inner, dtype=torch.bfloat16, device=x.device)
+    out = torch.empty(S, experts.columns, dtype=torch.bfloat16, device=x.device)
+    up_shared, up_routed, down_shared, down_routed = experts.formats
+    _moe(x=x.contiguous(), up_shared=experts.up_shared, up_routed=experts.up_routed, down_shared=experts.down_shared,
+         down_routed=experts.down_routed, factors=experts.factors, chosen=chosen.contiguous(), weights=weights.contiguous(), hidden=hidden,
+         out=out, tokens=S, columns=experts.columns, inner=experts.inner, experts=len(experts.factors) - 1, top_k=k,
+         up_shared_format=up_shared, up_routed_format=up_routed, down_shared_format=down_shared, down_routed_format=down_routed,
+         blocks=blocks_at_once(x.device), limit=limit)
+    return out

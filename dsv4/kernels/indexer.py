@@ -1,0 +1,58 @@
+"""The kernels of dsv4/ops/indexer.py."""
+
+from __future__ import annotations
+
+import torch
+
+from .keys import INDEX_BYTES, INDEX_DIM, INDEX_SCALES, ROPE_DIM, IndexKeys
+from .launch import IN, OUT, WORK, Kernel, expect
+
+HEADS = 64  # index_n_heads of every published checkpoint
+_MAX_TOKENS, _MAX_ENTRIES, _MAX_TOP_K = 8, 1 << 18, 1024
+
+_index_scores = Kernel("index_scores", {"q": IN, "cos": IN, "sin": IN, "head_weights": IN, "values": IN, "scales": IN, "positions": IN,
+                                        "scores": WORK, "tokens": int, "capacity": int, "top_k": int})
+_select_entries = Kernel("select_entries", {"scores": IN, "positions": IN, "out": OUT, "tokens": int, "capacity": int, "ratio": int,
+                                            "top_k": int})
+
+
+def index_scores(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_weights: torch.Tensor, keys: IndexKeys,
+                 positions: torch.Tensor, top_k: int, quantize: bool) -> torch.Tensor:
+    """q [S, 64 * 128], cos and sin [S, 32], head_weights [S, 64], all fp32; keys of T entries; positions int64 [S] -> fp32 [S, T].
+
+    See dsv4/ops/indexer.py. Row s holds numbers for its first (positions[s] + 1) // 4 entries, and nothing that may be read behind them, or
+    anywhere if that is at most top_k for the last token. An entry whose key is NaN has the score NaN. S 1 to 8. Raises UserError for other
+    shapes or dtypes, and without `quantize`: the packed keys are FP4.
+    """
+    S, T = len(q), len(keys.values)
+    expect(1 <= S <= _MAX_TOKENS and q.shape == (S, HEADS * INDEX_DIM) and cos.shape == sin.shape == (S, ROPE_DIM // 2)
+           and head_weights.shape == (S, HEADS) and positions.shape == (S,)
+           and q.dtype == cos.dtype == sin.dtype == head_weights.dtype == torch.float32 and positions.dtype == torch.int64, "index_scores",
+           f"q [S, {HEADS} * {INDEX_DIM}], cos and sin [S, {ROPE_DIM // 2}] and head_weights [S, {HEADS}] in fp32 and positions [S] in "
+           f"int64, S 1 to {_MAX_TOKENS}", q=q, cos=cos, sin=sin, head_weights=head_weights, positions=positions)
+    expect(keys.values.shape == (T, INDEX_BYTES) and keys.scales.shape == (T, INDEX_SCALES)
+           and keys.values.dtype == keys.scales.dtype == torch.uint8, "index_scores",
+           f"values [T, {INDEX_BYTES}] and scales [T, {INDEX_SCALES}] in uint8", **keys._asdict())
+    expect(quantize, "index_scores", "quantised queries (--kv-quant on), as the packed keys are FP4", q=q)
+    scores = torch.empty(S, T, dtype=torch.float32, device=q.device)
+    if T > top_k:
+        _index_scores(q=q.contiguous(), cos=cos.contiguous(), sin=sin.contiguous(), head_weights=head_weights.contiguous(),
+                      values=keys.values, scales=keys.scales, positions=positions, scores=scores, tokens=S, capacity=T, top_k=top_k)
+    return scores
+
+
+def select_entries(scores: torch.Tensor, positions: torch.Tensor, ratio: int, top_k: int) -> torch.Tensor:
+    """scores [S, T] fp32, positions int64 [S] -> int32 [S, top_k]; see dsv4/ops/indexer.py.
+
+    Of row s the first (positions[s] + 1) // ratio scores are read. T up to 262,144, top_k 1 to 1,024. Raises UserError for other shapes or
+    dtypes.
+    """
+    S, T = scores.shape if scores.dim() == 2 else (-1, -1)
+    expect(0 <= T <= _MAX_ENTRIES and positions.shape == (S,) and scores.dtype == torch.float32 and positions.dtype == torch.int64
+           and ratio >= 1 and 1 <= top_k <= _MAX_TOP_K, "select_entries",
+           f"scores [S, T] in fp32 and positions [S] in int64, T up to {_MAX_ENTRIES}, top_k 1 to {_MAX_TOP_K}, a ratio of at least 1, "
+           f"got top_k {top_k} and ratio {ratio}", scores=scores, positions=positions)
+    out = torch.empty(S, top_k, dtype=torch.int32, device=scores.device)
+    if S:
+        _select_entries(scores=scores.contiguous(), positions=positions, out=out, tokens=S, capacity=T, ratio=ratio, top_k=top_k)
+    return out
