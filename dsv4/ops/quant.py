@@ -1,12 +1,12 @@
-"""Quantise-dequantise of activations: what the model was trained with (KV cache FP8, indexer FP4 after a Hadamard rotation) and
-what a GEMM's input may get. Steps inside the operations; every function returns the values a reader of the packed form would see, in the
-input's dtype."""
+"""Quantisers of activations: what the model was trained with (KV cache FP8, indexer FP4 after a Hadamard rotation) and what a GEMM's input
+may get. The round trips are steps inside other operations: they return the values a reader of the packed form would see, in the input's
+dtype. The packed NVFP4 of a tensor-core product is in nvfp4.py."""
 
 from __future__ import annotations
 
 import torch
 
-from ..formats import E2M1_MAX, E4M3_MAX, e2m1_to_float, power_of_two_ceil, round_e2m1
+from ..formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, e2m1_to_float, power_of_two_ceil, round_e2m1
 
 _ONE_OVER_448, _ONE_OVER_6 = torch.tensor(1 / 448, dtype=torch.float32).item(), torch.tensor(1 / 6, dtype=torch.float32).item()
 
@@ -43,18 +43,33 @@ def fp4_round_trip(x: torch.Tensor) -> torch.Tensor:
     return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
+def nvfp4_codes(v: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes uint8, scales e4m3) of blocks [S, B, 16] fp32 with the rows' scales [S]; fp32 steps in the order written."""
+    row, six = row[:, None], torch.tensor(E2M1_MAX, device=v.device)  # a tensor: CUDA divides by a python number through its reciprocal
+    scale = (v.abs().amax(-1) / six / row).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    factor = (scale.float() * row)[..., None]
+    code = round_e2m1(torch.where(factor > 0, v.abs() / factor, 0.0)) | torch.signbit(v).to(torch.uint8) << 3
+    return torch.where(factor > 0, code, 0), scale
+
+
+def nvfp4_rows(v: torch.Tensor) -> torch.Tensor:
+    """The scale of each row of blocks [S, B, 16]: amax / (6 * 448), 1 where that is not above zero (zeros, NaN)."""
+    row = v.abs().amax((-1, -2)) / torch.tensor(E2M1_MAX * E4M3_MAX, device=v.device)
+    return torch.where(row > 0, row, 1.0)
+
+
 def nvfp4_round_trip(x: torch.Tensor) -> torch.Tensor:
     """NVFP4 of a GEMM's input, and back: e2m1 values, one e4m3 scale per 16, one fp32 scale per row (token).
 
     x [..., K]; same shape and dtype back. The row's scale is amax / (6 * 448), so that the largest block scale is 448; a token's
     result does not depend on its neighbours. A block whose scale rounds to zero becomes zero.
     """
-    v = _blocks(x, 16)
-    row = x.float().abs().amax(-1, keepdim=True).unsqueeze(-1) / (E2M1_MAX * E4M3_MAX)
-    row = torch.where(row > 0, row, 1.0)
-    scale = (v.abs().amax(-1, keepdim=True) / E2M1_MAX / row).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).float() * row
-    q = e2m1_to_float(round_e2m1(torch.where(scale > 0, v / scale, 0.0)))
-    return (q * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+    v = _blocks(x, NVFP4_BLOCK)
+    v = v.reshape(-1, *v.shape[-2:])
+    row = nvfp4_rows(v)
+    code, scale = nvfp4_codes(v, row)
+    y = e2m1_to_float(code) * (scale.float() * row[:, None])[..., None]
+    return y.flatten(-2)[:, : x.shape[-1]].reshape(x.shape).to(x.dtype)
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from dsv4.formats import E4M3_MAX, e2m1_to_float, round_e2m1
 from dsv4.kernels.keys import IndexKeys, Keys
+from dsv4.kernels.layouts import Nvfp4
 from dsv4.ops import quant
 
 ROUNDING = 2**-24
@@ -106,3 +107,30 @@ def assert_index_keys(got: IndexKeys, interval):
     assert_certain(ends)
     code = torch.stack((got.values & 15, got.values >> 4), -1).flatten(-2)
     _assert_blocks(code, got.scales, bf16(hadamard(ends)), 32, 6 * 2.0**-126, 6.0, round_e2m1, e2m1_to_float, "FP4")
+
+
+def assert_same_nvfp4(got: Nvfp4, want: Nvfp4):
+    """Byte by byte, the fill between the rows of swizzled scales too."""
+    assert got.swizzled == want.swizzled
+    for name, a, b in zip(Nvfp4._fields, got[:3], want[:3], strict=False):
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        bits = [t.view(torch.int32) if t.dtype == torch.float32 else t for t in (a, b)]
+        wrong = (bits[0] != bits[1]).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            raise AssertionError(f"{name}: {len(wrong)} differ, first at {list(at)}: {a[at]} expected {b[at]}")
+
+
+def assert_nvfp4_of(got: Nvfp4, interval, row_scale: float):
+    """Rows in NVFP4 with that scale (before routing weights) against exact values in [low, high]; got.row_scales is not looked at."""
+    ends = [end.float().unflatten(-1, (-1, 16)) for end in interval]
+    scales = [(m.float() / 6 / row_scale).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8) for m in _magnitudes(ends)]
+    got_scales = got.plain_scales()
+    assert ((scales[0] <= got_scales) & (got_scales <= scales[1])).all(), "scales"
+    assert (scales[0] != scales[1]).float().mean() < 0.02  # nearly all are certain
+    factor = got_scales.view(torch.float8_e4m3fn).float()[..., None] * row_scale
+    codes = torch.stack((got.values & 15, got.values >> 4), -1).flatten(-2).unflatten(-1, (-1, 16))
+    values = [e2m1_to_float(round_e2m1(torch.where(factor > 0, end / factor, 0.0))) for end in ends]
+    found = e2m1_to_float(codes)
+    assert ((values[0] <= found) & (found <= values[1])).all(), "codes"
+    assert (values[0] != values[1]).float().mean() < 0.02

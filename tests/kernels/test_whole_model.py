@@ -20,6 +20,7 @@ from ..emulator.emulator import emulated, needs_gxx
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 CPU = torch.device("cpu")
 CONTEXT = 40
+NOT_IN_BF16 = {"rms_norm_to_nvfp4", "swiglu_to_nvfp4", "to_nvfp4"}  # operations of NVFP4 activations
 
 
 def load(name: str) -> Model:
@@ -68,7 +69,7 @@ def test_the_bundled_model_answers_on_emulated_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "wrappers", lambda wrappers=kernels.wrappers: {n: counted(n, k) for n, k in wrappers().items()})
     with emulated():
         got, ours = greedy(load("cuda"), prompt, 2)
-    assert called == backend._definitions.keys()
+    assert called == backend._definitions.keys() - NOT_IN_BF16
     assert got == want
     # bf16 on both sides: two right programs differ by roundings of 2^-9 through 6 layers, and by a choice of experts now and then.
     errors = (ours - rows).norm(dim=1) / rows.norm(dim=1)
