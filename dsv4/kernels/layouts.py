@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..formats import E2M1_MAX, E4M3_MAX
+from ..formats import E2M1_MAX, E4M3_MAX, Weight
 
 SCALE_ROWS, SCALE_GROUPS = 128, 4  # of a tile
 TILE_BYTES = SCALE_ROWS * SCALE_GROUPS
 MMA_COLUMNS = 64  # K of one NVFP4 product: four scales
+TMA_COLUMNS = 32  # a tensor copy wants rows that are multiples of 16 bytes
 GATE_UP = 16  # rows of w1, then as many of w3: the gates and ups of one NVFP4 block of the result lie together
 
 
@@ -37,6 +38,22 @@ class Nvfp4(NamedTuple):
     def plain_scales(self) -> torch.Tensor:
         """The scales' bytes as [S, K / 16], whatever their order is."""
         return unswizzle_scales(self.scales, len(self.values), self.values.shape[1] // 8) if self.swizzled else self.scales
+
+
+class Nvfp4Operand(NamedTuple):
+    """An NVFP4 weight [out, in] as nvfp4_linear takes it. values: uint8 [out, in' / 2], in' the next multiple of 32; scales: e4m3 bytes in
+    the order of swizzle_scales; scale: of all elements, an fp32 value."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    scale: float
+
+
+def nvfp4_operand(weight: Weight) -> Nvfp4Operand:
+    """The weight's codes and scales, none changed. Raises ValueError for a weight that is no NVFP4."""
+    if weight.kind != "nvfp4":
+        raise ValueError(f"expected an nvfp4 weight, found {weight.kind}")
+    return Nvfp4Operand(pad_k_major(weight.payload, TMA_COLUMNS), swizzle_scales(weight.scale.view(torch.uint8)), weight.global_scale)
 
 
 def swiglu_scale(limit: float) -> float:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from ..errors import UserError
 from ..formats import NVFP4_BLOCK
 from .launch import DTYPES, IN, OUT, WEIGHT, Kernel, expect
-from .layouts import Nvfp4, swiglu_scale, swizzled_bytes
+from .layouts import SCALE_ROWS, TMA_COLUMNS, Nvfp4, Nvfp4Operand, pad_k_major, swiglu_scale, swizzled_bytes
 
 MAX_COLUMNS = 16384  # kMaxColumns of cuda/nvfp4.cuh
+MAX_LINEAR_TOKENS, CHUNK_COLUMNS = 128, 256  # cuda/nvfp4_linear.cu
+_MAX_SPLITS, _CPU_BLOCKS = 8, 8
 
 _PACKED = {"values": OUT, "scales": OUT, "row_scales": OUT, "tokens": int, "columns": int}
 _to_nvfp4 = Kernel("to_nvfp4", {"x": IN, **_PACKED, "dtype": int, "swizzled": int})
 _rms_norm_to_nvfp4 = Kernel("rms_norm_to_nvfp4", {"x": IN, "weight": WEIGHT, "y": OUT, **_PACKED, "eps": float, "swizzled": int})
 _swiglu_to_nvfp4 = Kernel("swiglu_to_nvfp4", {"h": IN, "weights": IN, **_PACKED, "dtype": int, "limit": float, "scale": float,
                                               "swizzled": int})
+_nvfp4_linear = Kernel("nvfp4_linear", {"weights": WEIGHT, "weight_scales": WEIGHT, "x": IN, "x_scales": IN, "row_scales": IN, "out": OUT,
+                                        "tokens": int, "rows": int, "columns": int, "splits": int, "scale": float})
 
 
 def _empty(tokens: int, columns: int, swizzled: bool, device: torch.device) -> Nvfp4:
@@ -70,3 +77,42 @@ def swiglu_to_nvfp4(h: torch.Tensor, weights: torch.Tensor | None, limit: float,
         _swiglu_to_nvfp4(h=h.contiguous(), weights=None if weights is None else weights.contiguous(), **_tensors(out), tokens=S,
                          columns=columns, dtype=DTYPES[h.dtype], limit=limit, scale=swiglu_scale(limit), swizzled=int(swizzled))
     return out
+
+
+def nvfp4_linear(x: Nvfp4, weight: Nvfp4Operand) -> torch.Tensor:
+    """x of 1 to 128 rows with swizzled scales, weight of `layouts.nvfp4_operand` and as many columns -> bf16 [S, out].
+
+    Raises UserError for others, and on a GPU without NVFP4 tensor cores.
+    """
+    S, K, rows = len(x.values), 2 * x.values.shape[1], len(weight.values)
+    columns = -(-K // TMA_COLUMNS) * TMA_COLUMNS
+    expect(x.swizzled and 1 <= S <= MAX_LINEAR_TOKENS and K and weight.values.shape[1] == columns // 2
+           and weight.scales.numel() == swizzled_bytes(rows, K // NVFP4_BLOCK), "nvfp4_linear",
+           f"x of 1 to {MAX_LINEAR_TOKENS} rows, its scales swizzled, and a weight of as many columns", values=x.values, scales=x.scales,
+           weight=weight.values, weight_scales=weight.scales)
+    blocks = _blocks(x.values.device)
+    out = torch.empty(S, rows, dtype=torch.bfloat16, device=x.values.device)
+    _nvfp4_linear(weights=weight.values, weight_scales=weight.scales, x=pad_k_major(x.values, TMA_COLUMNS), x_scales=x.scales,
+                  row_scales=x.row_scales, out=out, tokens=S, rows=rows, columns=columns, splits=_splits(rows, columns, blocks),
+                  scale=weight.scale)
+    return out
+
+
+@functools.lru_cache
+def _blocks(device: torch.device) -> int:
+    """How many blocks run at once: one an SM."""
+    if device.type != "cuda":
+        return _CPU_BLOCKS
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major != 10:
+        raise UserError(f"nvfp4_linear: expected a GPU with NVFP4 tensor cores (compute capability 10), found {properties.name} with "
+                        f"{properties.major}.{properties.minor}: use linear, which takes NVFP4 weights on it")
+    return properties.multi_processor_count
+
+
+def _splits(rows: int, columns: int, blocks: int) -> int:
+    """How many blocks share the K of 128 rows: as many as fit, in powers of two."""
+    splits, tiles, chunks = 1, -(-rows // SCALE_ROWS), -(-columns // CHUNK_COLUMNS)
+    while splits < _MAX_SPLITS and 2 * splits * tiles <= blocks and 2 * splits <= chunks:
+        splits *= 2
+    return splits

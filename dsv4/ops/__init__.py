@@ -12,7 +12,7 @@ from .keys import new_index_keys, new_keys
 from .linear import grouped_linear, linear, pack_weights, projections
 from .mhc import Pending, collapse, hc_head, mhc_post, mhc_pre
 from .norm import kv_norm_rope, latents, query_norm_rope, rms_norm
-from .nvfp4 import rms_norm_to_nvfp4, swiglu_to_nvfp4, to_nvfp4, unpack_nvfp4
+from .nvfp4 import nvfp4_linear, rms_norm_to_nvfp4, swiglu_to_nvfp4, to_nvfp4, unpack_nvfp4
 from .quant import fp4_round_trip, fp8_round_trip, hadamard, nvfp4_round_trip
 from .rope import apply_rope, rope_frequencies, rope_table
 from .router import pack_gate, router
@@ -21,7 +21,8 @@ from .sample import sample
 __all__ = [
     "Expert", "Experts", "Pending", "Pool", "apply_rope", "attend", "attention", "collapse", "compress", "fp4_round_trip",
     "fp8_round_trip", "grouped_linear", "hadamard", "hc_head", "index_scores", "kv_norm_rope", "latents", "linear", "max_tokens",
-    "mhc_post", "mhc_pre", "moe", "new_index_keys", "new_keys", "nvfp4_round_trip", "pack_experts", "pack_gate", "pack_weights", "pool",
-    "projections", "query_norm_rope", "register_kernel", "rms_norm", "rms_norm_to_nvfp4", "rope_frequencies", "rope_table", "router",
-    "sample", "select_backend", "select_entries", "swiglu_to_nvfp4", "to_nvfp4", "trying_kernel", "unpack_nvfp4", "weighted_relu",
+    "mhc_post", "mhc_pre", "moe", "new_index_keys", "new_keys", "nvfp4_linear", "nvfp4_round_trip", "pack_experts", "pack_gate",
+    "pack_weights", "pool", "projections", "query_norm_rope", "register_kernel", "rms_norm", "rms_norm_to_nvfp4", "rope_frequencies",
+    "rope_table", "router", "sample", "select_backend", "select_entries", "swiglu_to_nvfp4", "to_nvfp4", "trying_kernel",
+    "unpack_nvfp4", "weighted_relu",
 ]

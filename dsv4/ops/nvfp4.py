@@ -1,4 +1,5 @@
-"""The inputs of NVFP4 tensor-core products, packed: alone, behind an RMS norm, and behind SwiGLU. The rule is quant.nvfp4_round_trip's."""
+"""The inputs of NVFP4 tensor-core products, packed (alone, behind an RMS norm, behind SwiGLU; the rule is quant.nvfp4_round_trip's), and
+the product itself."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..formats import NVFP4_BLOCK, e2m1_to_float
-from ..kernels.layouts import GATE_UP, Nvfp4, pack_k_major, swiglu_scale, swizzle_scales, unpack_k_major
+from ..kernels.layouts import GATE_UP, Nvfp4, Nvfp4Operand, pack_k_major, swiglu_scale, swizzle_scales, unpack_k_major, unswizzle_scales
 from .backend import operation
 from .norm import rms_norm
 from .quant import nvfp4_codes, nvfp4_rows
@@ -56,6 +57,17 @@ def swiglu_to_nvfp4_ref(h: torch.Tensor, weights: torch.Tensor | None, limit: fl
     return packed if weights is None else packed._replace(row_scales=bound * weights)
 
 
+def nvfp4_linear_ref(x: Nvfp4, weight: Nvfp4Operand) -> torch.Tensor:
+    """x of K columns times weight [out, K]^T as an NVFP4 tensor core does it -> bf16 [S, out]: fp32 sums of e2m1 * e4m3 products, which are
+    exact, and at the end the row's scale times the weight's. A row's result does not depend on its neighbours."""
+    S, K, out = len(x.values), 2 * x.values.shape[1], len(weight.values)
+    scales = unswizzle_scales(weight.scales, out, K // NVFP4_BLOCK), x.plain_scales()
+    w, v = (e2m1_to_float(unpack_k_major(codes, rows, K)).unflatten(-1, (-1, NVFP4_BLOCK)) * s.view(torch.float8_e4m3fn).float()[..., None]
+            for codes, rows, s in zip((weight.values, x.values), (out, S), scales, strict=True))
+    return (v.flatten(1) @ w.flatten(1).T * (x.row_scales * weight.scale)[:, None]).to(torch.bfloat16)
+
+
+nvfp4_linear = operation(nvfp4_linear_ref)
 to_nvfp4 = operation(to_nvfp4_ref)
 rms_norm_to_nvfp4 = operation(rms_norm_to_nvfp4_ref)
 swiglu_to_nvfp4 = operation(swiglu_to_nvfp4_ref)

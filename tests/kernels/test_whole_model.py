@@ -20,7 +20,7 @@ from ..emulator.emulator import emulated, needs_gxx
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 CPU = torch.device("cpu")
 CONTEXT = 40
-NOT_IN_BF16 = {"rms_norm_to_nvfp4", "swiglu_to_nvfp4", "to_nvfp4"}  # operations of NVFP4 activations
+NOT_IN_BF16 = {"nvfp4_linear", "rms_norm_to_nvfp4", "swiglu_to_nvfp4", "to_nvfp4"}  # operations of NVFP4 activations
 
 
 def load(name: str) -> Model:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.kernels.layouts import interleave_gate_up, unswizzle_scales
+from dsv4.formats import from_reciprocal, quantize_mxfp4, quantize_nvfp4
+from dsv4.kernels.layouts import interleave_gate_up, nvfp4_operand, unpack_k_major, unswizzle_scales
 
 from .test_quant import E2M1, E4M3, f32, nearest, rows
 
@@ -82,7 +83,8 @@ def test_what_is_not_finite_stays_seen(rng):
     values = ops.unpack_nvfp4(got)
     assert values.isnan().sum(1).tolist() == [16, 64, 0] and values[0, 16:32].isnan().all()
     assert torch.equal(values.isnan(), ops.nvfp4_round_trip(x).isnan())
-    assert got.scales[0, 1] == 0x7F and (got.values[0, 8:16] == 0).all() and got.row_scales[:2].tolist() == [1.0, float("inf")]
+    assert got.scales[0, 1] == got.scales[1, 0] == 0x7F and (got.values[0, 8:16] == 0).all()
+    assert got.row_scales[:2].tolist() == [1.0, float("inf")]
     assert all(torch.equal(a[2], b[2]) for a, b in zip(got[:3], clean[:3], strict=True))
 
 
@@ -116,7 +118,8 @@ def test_swiglu_to_nvfp4_element_by_element(rng, swizzled):
 def test_swiglus_clamps(rng):
     """The gate's from above only, the up's on both sides."""
     gate, up = torch.randn(2, 4, 16, generator=rng) * 20
-    got, clamped = (ops.swiglu_to_nvfp4(torch.cat(halves, 1), None, 10.0) for halves in ((gate, up), (gate.clamp(max=10), up.clamp(-10, 10))))
+    inside = gate.clamp(max=10), up.clamp(-10, 10)
+    got, clamped = (ops.swiglu_to_nvfp4(torch.cat(halves, 1), None, 10.0) for halves in ((gate, up), inside))
     assert all(torch.equal(a, b) for a, b in zip(got[:3], clamped[:3], strict=True))
     gate = torch.full((1, 16), -20.0)  # silu: -4e-8, and -5e-4 at -10
     assert ops.unpack_nvfp4(ops.swiglu_to_nvfp4(torch.cat((gate, gate), 1), None, 10.0)).abs().max() == 0
@@ -134,3 +137,33 @@ def test_swiglus_constant_scale_holds_the_largest_and_costs_little(rng):
     of_row = ops.nvfp4_round_trip(exact)
     errors = [((y - exact).norm() / exact.norm()).item() for y in (constant, of_row)]
     assert errors[0] < 1.05 * errors[1] and errors[1] < 0.12, errors
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("divisor", [None, 81.3])
+def test_nvfp4_linear_is_the_product_of_the_values(rng, divisor, swizzled):
+    weight = quantize_nvfp4(torch.randn(40, 96, generator=rng))
+    weight = weight if divisor is None else from_reciprocal(weight, divisor)
+    x = ops.to_nvfp4(torch.randn(5, 96, generator=rng) * torch.exp2(torch.arange(5.0))[:, None], swizzled)
+    exact = ops.unpack_nvfp4(x).double() @ weight.dequantize().double().T
+    got = ops.nvfp4_linear(x, nvfp4_operand(weight))
+    assert got.dtype == torch.bfloat16 and got.shape == (5, 40)
+    # One rounding to bf16, and 100 to fp32 of what is added up.
+    noise = ops.unpack_nvfp4(x).double().abs() @ weight.dequantize().double().abs().T
+    assert ((got.double() - exact).abs() <= 2.0**-8 * exact.abs() + 100 * 2.0**-24 * noise).all()
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 16), (40, 48), (128, 64), (130, 96)])
+def test_nvfp4_operand_element_by_element(rng, rows, columns):
+    """The weight's own codes and scales; columns are filled up to 32 with zeros, which is what tensor copies want."""
+    weight = quantize_nvfp4(torch.randn(rows, columns, generator=rng))
+    got = nvfp4_operand(weight)
+    assert got.values.shape == (rows, -(-columns // 32) * 16) and (got.values[:, columns // 2 :] == 0).all()
+    assert torch.equal(got.values[:, : columns // 2], weight.payload) and got.scale == weight.global_scale
+    assert torch.equal(unswizzle_scales(got.scales, rows, columns // 16), weight.scale.view(torch.uint8))
+    assert (unpack_k_major(got.values, rows, columns)[0, :2].tolist()) == [int(weight.payload[0, 0]) & 15, int(weight.payload[0, 0]) >> 4]
+
+
+def test_other_formats_are_no_nvfp4_operand():
+    with pytest.raises(ValueError, match="expected an nvfp4 weight, found mxfp4"):
+        nvfp4_operand(quantize_mxfp4(torch.ones(2, 32)))
