@@ -1,5 +1,5 @@
-// NVFP4 of activations (dsv4/ops/nvfp4.py): a lane holds 8 consecutive values, two lanes a block of 16, eight lanes the 64 columns whose four
-// scales are one word of the hardware's layout (dsv4/kernels/layouts.py). Bit for bit the definition's. All lanes of a warp must come.
+// NVFP4 of activations (dsv4/ops/nvfp4.py): a lane holds 8 consecutive values, two lanes a block of 16, eight lanes the 64 columns whose
+// four scales are one word of the hardware's layout (dsv4/kernels/layouts.py). Bit for bit the definition's. All lanes of a warp must come.
 #pragma once
 #include "common.cuh"
 
@@ -44,18 +44,18 @@ __device__ __forceinline__ float nvfp4_row_scale(unsigned top) {
     return scale > 0.0f ? scale : 1.0f;
 }
 
-// |v| / scale, rounded to nearest as `/` is, in five instructions instead of twenty, for a scale of at least 2^-100; `one_over` is 1 / scale,
-// rounded to nearest. The first correction makes the quotient one of the two neighbours of the exact one, and then the second one rounds it
-// correctly (Markstein 1990). Only quotients near a boundary of e2m1 (0.25 to 5) need that, and there no remainder underflows. An infinite
-// value gives NaN.
+// |v| / scale, rounded to nearest as `/` is, in five instructions instead of twenty, for a scale of at least 2^-100; `one_over` is 1 /
+// scale, rounded to nearest. The first correction makes the quotient one of the two neighbours of the exact one, and then the second one
+// rounds it correctly (Markstein 1990). Only quotients near a boundary of e2m1 (0.25 to 5) need that, and there no remainder underflows. An
+// infinite value gives NaN.
 __device__ __forceinline__ float quotient(float v, float scale, float one_over) {
     float q = v * one_over;
     q = __fmaf_rn(__fmaf_rn(-q, scale, v), one_over, q);
     return __fmaf_rn(__fmaf_rn(-q, scale, v), one_over, q);
 }
 
-// The e2m1 code of a >= 0: to nearest, a tie to the even code, beyond 6 (and NaN) to 6. Adding 2^22 times a's power of two (at least 1) rounds
-// a to 0.5, 1 or 2 as e2m1 does, and the low bits count these steps.
+// The e2m1 code of a >= 0: to nearest, a tie to the even code, beyond 6 (and NaN) to 6. Adding 2^22 times a's power of two (at least 1)
+// rounds a to 0.5, 1 or 2 as e2m1 does, and the low bits count these steps.
 __device__ __forceinline__ uint32_t e2m1_code(float a) {
     a = fminf(a, 6.0f);
     const uint32_t power = max(__float_as_uint(a), 0x3f800000u) & 0x7f800000u, large = power + (22u << 23);
@@ -97,7 +97,8 @@ __device__ __forceinline__ void store_no_scales(const Nvfp4Row& row, int groups)
 // The blocks of a launch: a row each; in the swizzled order also the rows that fill up the last tile.
 inline unsigned nvfp4_blocks(int tokens, int swizzled) { return swizzled ? (tokens + 127u) / 128 * 128 : tokens; }
 
-// A thread has kChunks times 8 values of a row, `threads` * 8 columns apart: calls `launch` with kChunks, a compile-time number, and the threads.
+// A thread has kChunks times 8 values of a row, `threads` * 8 columns apart: calls `launch` with kChunks, a compile-time number, and the
+// threads.
 template <int n> struct Chunks { static constexpr int value = n; };
 constexpr int kMaxThreads = 256, kMaxColumns = 8 * kMaxThreads * kLaneValues;
 template <class F> static cudaError_t with_chunks(int columns, F launch) {

@@ -1,13 +1,13 @@
-// nvfp4_linear: y = x W^T for NVFP4 x of up to 128 tokens and NVFP4 W, on sm_100a's tensor cores (dsv4/ops/nvfp4.py). sm_90a has none of them: there
-// the function returns cudaErrorNotSupported.
+// nvfp4_linear: y = x W^T for NVFP4 x of up to 128 tokens and NVFP4 W, on sm_100a's tensor cores (dsv4/ops/nvfp4.py). sm_90a has none of
+// them: there the function returns cudaErrorNotSupported.
 //
-// The weights are the product's 128 rows and the tokens its columns, so a token costs no more than its bytes. A block has 128 rows and a piece of K,
-// in chunks of 256 columns; `splits` blocks that share rows are a cluster and add their sums in the order of K, so a run is repeatable. One
-// thread loads (tensor copies for the codes, bulk copies for the scales, which lie in memory as the copy to tensor memory wants them), one thread
-// multiplies, and all 128 write. Weights start before grid_dependency_wait().
+// The weights are the product's 128 rows and the tokens its columns, so a token costs no more than its bytes. A block has 128 rows and a
+// piece of K, in chunks of 256 columns; `splits` blocks that share rows are a cluster and add their sums in the order of K, so a run is
+// repeatable. One thread loads (tensor copies for the codes, bulk copies for the scales, which lie in memory as the copy to tensor memory
+// wants them), one thread multiplies, and all 128 write. Weights start before grid_dependency_wait().
 //
-// 0.5625 bytes a weight: w1 and w3 of an expert of Pro (6,144 x 7,168) are 24.8 MB and 3.1 us at the B200's 8 TB/s. Of one tile, 128 x 7,168 in
-// 8 splits, a block reads 65 KB; 6 chunks, 110 KB, are on their way at once. Not measured: no B200 has run it.
+// 0.5625 bytes a weight: w1 and w3 of an expert of Pro (6,144 x 7,168) are 24.8 MB and 3.1 us at the B200's 8 TB/s. Of one tile, 128 x
+// 7,168 in 8 splits, a block reads 65 KB; 6 chunks, 110 KB, are on their way at once. Not measured: no B200 has run it.
 #include "tensor_map.cuh"
 
 #if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
@@ -54,7 +54,8 @@ template <int N> struct Block {
         const int scales = steps(chunk) * kScaleTile;
         mbarrier_expect(bar, (kRows + N) * kRowBytes + 2 * scales);
         tensor_load(stage(chunk), &map, chunk * kRowBytes, tile * kRows, bar);
-        bulk_load(stage(chunk) + L::kRowScales, plan.weight_scales + (int64_t(tile) * plan.steps + chunk * kSteps) * kScaleTile, scales, bar);
+        bulk_load(stage(chunk) + L::kRowScales, plan.weight_scales + (int64_t(tile) * plan.steps + chunk * kSteps) * kScaleTile, scales,
+                  bar);
     }
     __device__ __forceinline__ void load_tokens(const TensorMap& map, int chunk) const {
         uint64_t* bar = full((chunk - first) % L::kStages);
@@ -98,13 +99,14 @@ template <int N> struct Block {
 #endif
 
 template <int N>
-__global__ void __launch_bounds__(kThreads) nvfp4_linear_kernel(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens,
-                                                                const Plan plan) {
+__global__ void __launch_bounds__(kThreads) nvfp4_linear_kernel(const __grid_constant__ TensorMap weights,
+                                                                const __grid_constant__ TensorMap tokens, const Plan plan) {
 #ifdef HAS_TENSOR_MEMORY
     DYN_SMEM(char, memory);
     using L = Layout<N>;
     const int t = threadIdx.x, warp = t / 32, rank = cluster_rank(), chunks = (plan.steps + kSteps - 1) / kSteps;
-    const Block<N> block{memory, plan, static_cast<int>(blockIdx.x) / plan.splits, rank * chunks / plan.splits, (rank + 1) * chunks / plan.splits};
+    const Block<N> block{memory, plan, static_cast<int>(blockIdx.x) / plan.splits, rank * chunks / plan.splits,
+                         (rank + 1) * chunks / plan.splits};
     if (t == 0) {
         for (int i = 0; i < 2 * L::kStages + 1; i++) mbarrier_init(block.barrier(i), 1);
         mbarrier_fence_init();
@@ -153,22 +155,25 @@ template <int N> static cudaError_t launch(const uint8_t* weights, const uint8_t
     if (error == cudaSuccess) error = make_tensor_map(&token_map, 1, x, columns / 2, plan.tokens, columns / 2, kRowBytes, N, Swizzle::k128);
     if (error != cudaSuccess) return error;
     auto kernel = nvfp4_linear_kernel<N>;
-    LAUNCH_CLUSTER(kernel, dim3((plan.rows + kRows - 1) / kRows * plan.splits), dim3(kThreads), plan.splits, Layout<N>::kBytes, stream, weight_map, token_map,
-                   plan);
+    LAUNCH_CLUSTER(kernel, dim3((plan.rows + kRows - 1) / kRows * plan.splits), dim3(kThreads), plan.splits, Layout<N>::kBytes, stream,
+                   weight_map, token_map, plan);
     return cudaGetLastError();
 }
 
-// weights [rows, columns / 2] and x [tokens, columns / 2], K-major codes; weight_scales and x_scales in whole tiles of 128 rows and 4 groups; row_scales
-// [tokens], scale: of all weights; out [tokens, rows] bf16. columns: a multiple of 32; tokens: 1 to 128; splits: 1 to 8, at most ceil(columns / 256).
-extern "C" int nvfp4_linear(const uint8_t* weights, const uint8_t* weight_scales, const uint8_t* x, const uint8_t* x_scales, const float* row_scales,
-                            void* out, int tokens, int rows, int columns, int splits, float scale, cudaStream_t stream) {
+// weights [rows, columns / 2] and x [tokens, columns / 2], K-major codes; weight_scales and x_scales in whole tiles of 128 rows and 4
+// groups; row_scales [tokens], scale: of all weights; out [tokens, rows] bf16. columns: a multiple of 32; tokens: 1 to 128; splits: 1 to 8,
+// at most ceil(columns / 256).
+extern "C" int nvfp4_linear(const uint8_t* weights, const uint8_t* weight_scales, const uint8_t* x, const uint8_t* x_scales,
+                            const float* row_scales, void* out, int tokens, int rows, int columns, int splits, float scale,
+                            cudaStream_t stream) {
 #if !defined(DSV4_EMULATOR) && defined(__CUDA_ARCH_LIST__)
     constexpr int architectures[] = {__CUDA_ARCH_LIST__};  // one: build.py compiles for one
     if (architectures[0] < 1000) return cudaErrorNotSupported;
 #endif
     const int most = (columns + 255) / 256;
     if (columns % 32 || tokens < 1 || tokens > 128 || splits < 1 || splits > 8 || splits > most) return cudaErrorInvalidValue;
-    const Plan plan{weight_scales, x_scales, row_scales, static_cast<__nv_bfloat16*>(out), tokens, rows, (columns + 63) / 64, splits, scale};
+    const Plan plan{weight_scales, x_scales, row_scales, static_cast<__nv_bfloat16*>(out), tokens, rows, (columns + 63) / 64, splits,
+                    scale};
     if (tokens <= 16) return launch<16>(weights, x, plan, columns, stream);
     if (tokens <= 32) return launch<32>(weights, x, plan, columns, stream);
     if (tokens <= 64) return launch<64>(weights, x, plan, columns, stream);

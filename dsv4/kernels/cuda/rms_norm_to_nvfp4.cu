@@ -1,13 +1,15 @@
-// rms_norm_to_nvfp4: y = rms_norm(x) in bf16, and y as NVFP4 (dsv4/ops/nvfp4.py): what the projections or experts behind a norm take, in one pass.
+// rms_norm_to_nvfp4: y = rms_norm(x) in bf16, and y as NVFP4 (dsv4/ops/nvfp4.py): what the projections or experts behind a norm take, in
+// one pass.
 //
-// A block has a row and keeps it in registers, first x and then y. Two barriers: the sum of squares, y's amax. 4.5625 bytes a value (read 2,
-// write 2.5625): 16,384 x 7,168 are 536 MB and 125 us at the H200's 4.3 TB/s; to_nvfp4 behind a norm of its own would read y again, 55 us.
+// A block has a row and keeps it in registers, first x and then y. Two barriers: the sum of squares, y's amax. 4.5625 bytes a value (read
+// 2, write 2.5625): 16,384 x 7,168 are 536 MB and 125 us at the H200's 4.3 TB/s; to_nvfp4 behind a norm of its own would read y again, 55
+// us.
 #include "nvfp4.cuh"
 
 template <int kChunks>
-__global__ void __launch_bounds__(kMaxThreads) rms_norm_to_nvfp4_kernel(const __nv_bfloat16* x, const float* weight, __nv_bfloat16* y, uint8_t* values,
-                                                                        uint8_t* scales, float* row_scales, int tokens, int groups, float eps,
-                                                                        bool swizzled) {
+__global__ void __launch_bounds__(kMaxThreads) rms_norm_to_nvfp4_kernel(const __nv_bfloat16* x, const float* weight, __nv_bfloat16* y,
+                                                                        uint8_t* values, uint8_t* scales, float* row_scales, int tokens,
+                                                                        int groups, float eps, bool swizzled) {
     DYN_SMEM(float, partial);  // 32 for the sum, 32 for the largest
     grid_dependency_launch();
     grid_dependency_wait();
@@ -55,15 +57,16 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_to_nvfp4_kernel(const __
 }
 
 // x and y [tokens, columns] bf16, weight [columns] fp32; the rest as in to_nvfp4.
-extern "C" int rms_norm_to_nvfp4(const void* x, const float* weight, void* y, uint8_t* values, uint8_t* scales, float* row_scales, int tokens, int columns,
-                                 float eps, int swizzled, cudaStream_t stream) {
+extern "C" int rms_norm_to_nvfp4(const void* x, const float* weight, void* y, uint8_t* values, uint8_t* scales, float* row_scales,
+                                 int tokens, int columns, float eps, int swizzled, cudaStream_t stream) {
     const auto* in = static_cast<const __nv_bfloat16*>(x);
     auto* out = static_cast<__nv_bfloat16*>(y);
-    if (!rows_aligned(in, columns) || !rows_aligned(out, columns) || !rows_aligned(weight, columns) || columns % 16) return cudaErrorInvalidValue;
+    const bool aligned = rows_aligned(in, columns) && rows_aligned(out, columns) && rows_aligned(weight, columns);
+    if (!aligned || columns % 16) return cudaErrorInvalidValue;
     return with_chunks(columns, [=](auto chunks, dim3 threads) {
         auto kernel = rms_norm_to_nvfp4_kernel<decltype(chunks)::value>;
-        LAUNCH(kernel, dim3(nvfp4_blocks(tokens, swizzled)), threads, 64 * sizeof(float), stream, in, weight, out, values, scales, row_scales, tokens,
-               columns / 16, eps, swizzled != 0);
+        LAUNCH(kernel, dim3(nvfp4_blocks(tokens, swizzled)), threads, 64 * sizeof(float), stream, in, weight, out, values, scales,
+               row_scales, tokens, columns / 16, eps, swizzled != 0);
         return cudaGetLastError();
     });
 }

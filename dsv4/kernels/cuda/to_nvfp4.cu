@@ -1,13 +1,14 @@
 // to_nvfp4: rows of fp32 or bf16 as NVFP4 (dsv4/ops/nvfp4.py): e2m1 codes, an e4m3 scale per 16, plain or swizzled, an fp32 scale per row.
 //
-// A block has a row and keeps it in registers: one read, one barrier for the row's amax. 2.5625 bytes a value of bf16 (read 2, write 0.5 and
-// 1/16), so 16,384 x 7,168 are 301 MB and 70 us at the H200's 4.3 TB/s; by hand-counted instructions (about 20 a value, five of them the exact
-// division) 80 us on its 132 SMs, so it should be near the memory's rate and has not been measured. 4 x 7,168: latency, about 3 us.
+// A block has a row and keeps it in registers: one read, one barrier for the row's amax. 2.5625 bytes a value of bf16 (read 2, write 0.5
+// and 1/16), so 16,384 x 7,168 are 301 MB and 70 us at the H200's 4.3 TB/s; by hand-counted instructions (about 20 a value, five of them
+// the exact division) 80 us on its 132 SMs, so it should be near the memory's rate and has not been measured. 4 x 7,168: latency, about 3
+// us.
 #include "nvfp4.cuh"
 
 template <class T, int kChunks>
-__global__ void __launch_bounds__(kMaxThreads) to_nvfp4_kernel(const T* x, uint8_t* values, uint8_t* scales, float* row_scales, int tokens, int groups,
-                                                               bool swizzled) {
+__global__ void __launch_bounds__(kMaxThreads) to_nvfp4_kernel(const T* x, uint8_t* values, uint8_t* scales, float* row_scales, int tokens,
+                                                               int groups, bool swizzled) {
     DYN_SMEM(unsigned, partial);
     grid_dependency_launch();
     grid_dependency_wait();  // all inputs are activations
@@ -38,21 +39,24 @@ __global__ void __launch_bounds__(kMaxThreads) to_nvfp4_kernel(const T* x, uint8
 }
 
 template <class T>
-static cudaError_t choose(const T* x, uint8_t* values, uint8_t* scales, float* row_scales, int tokens, int columns, int swizzled, cudaStream_t stream) {
+static cudaError_t choose(const T* x, uint8_t* values, uint8_t* scales, float* row_scales, int tokens, int columns, int swizzled,
+                          cudaStream_t stream) {
     if (!rows_aligned(x, columns) || columns % 16) return cudaErrorInvalidValue;
     return with_chunks(columns, [=](auto chunks, dim3 threads) {
         auto kernel = to_nvfp4_kernel<T, decltype(chunks)::value>;
-        LAUNCH(kernel, dim3(nvfp4_blocks(tokens, swizzled)), threads, 32 * sizeof(unsigned), stream, x, values, scales, row_scales, tokens, columns / 16,
-               swizzled != 0);
+        LAUNCH(kernel, dim3(nvfp4_blocks(tokens, swizzled)), threads, 32 * sizeof(unsigned), stream, x, values, scales, row_scales, tokens,
+               columns / 16, swizzled != 0);
         return cudaGetLastError();
     });
 }
 
 // x [tokens, columns] of `dtype`, columns a multiple of 16 up to 16,384; values [tokens, columns / 2]; scales [tokens, columns / 16], or
 // whole tiles of 128 rows and 4 groups if `swizzled`; row_scales [tokens].
-extern "C" int to_nvfp4(const void* x, uint8_t* values, uint8_t* scales, float* row_scales, int tokens, int columns, int dtype, int swizzled,
-                        cudaStream_t stream) {
-    if (dtype == kBfloat16) return choose(static_cast<const __nv_bfloat16*>(x), values, scales, row_scales, tokens, columns, swizzled, stream);
-    if (dtype == kFloat32) return choose(static_cast<const float*>(x), values, scales, row_scales, tokens, columns, swizzled, stream);
+extern "C" int to_nvfp4(const void* x, uint8_t* values, uint8_t* scales, float* row_scales, int tokens, int columns, int dtype,
+                        int swizzled, cudaStream_t stream) {
+    if (dtype == kBfloat16)
+        return choose(static_cast<const __nv_bfloat16*>(x), values, scales, row_scales, tokens, columns, swizzled, stream);
+    if (dtype == kFloat32)
+        return choose(static_cast<const float*>(x), values, scales, row_scales, tokens, columns, swizzled, stream);
     return cudaErrorInvalidValue;
 }
