@@ -1,12 +1,17 @@
 """The to_nvfp4 kernel on the CPU emulator: every byte the definition's."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
 from dsv4.errors import UserError
+from dsv4.kernels import build
 from dsv4.kernels.nvfp4 import to_nvfp4
 from dsv4.ops.nvfp4 import to_nvfp4_ref
 
+from ..emulator import emulator
 from ..emulator.emulator import emulated, needs_gxx
 from ..ops.test_nvfp4 import scale_ties
 from .packed import assert_same_nvfp4
@@ -94,6 +99,38 @@ def test_the_division_is_exact_at_the_boundaries(rng):
 
 def test_ties_of_the_scales(rng):
     check(scale_ties(rng, 300))
+
+
+def test_the_division_is_exact_for_every_scale(rng, tmp_path):
+    """The sources' own quotient and code, compiled by g++: for a 16th of the 2^23 scales in [1, 2), another one in each run, and all that
+    are within 4,096 steps of 1, 1.5 and 2, times each boundary, and the seven values around that: the code is the rounded quotient's."""
+    (tmp_path / "quotients.cpp").write_text("""
+        #include <cstdio>
+        #include <cstdlib>
+        #include <cstring>
+        #include "nvfp4.cuh"
+        int main(int, char** arguments) {
+            const float boundaries[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
+            const unsigned start = atoi(arguments[1]), end = 1u << 23, near = 4096;
+            long cases = 0, wrong = 0;
+            for (unsigned m = 0; m < end; m++) {
+                if (m % 16 != start && m > near && (m < end / 2 - near || m > end / 2 + near) && m < end - near) continue;
+                const float scale = __uint_as_float(0x3f800000u + m), one_over = 1.0f / scale;
+                for (float boundary : boundaries)
+                    for (int step = -3; step <= 3; step++) {
+                        const float a = __uint_as_float(__float_as_uint(scale * boundary) + step);
+                        cases++, wrong += biased_code(quotient(a, scale, one_over)) != biased_code(a / scale);
+                    }
+            }
+            printf("%ld of %ld", wrong, cases);
+        }""")
+    folders = [f"-I{Path(emulator.__file__).parent}", f"-I{build.SOURCES}"]
+    subprocess.run(["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-psabi", *folders, "-include",
+                    "emulator.h", "-o", "quotients", "quotients.cpp"], cwd=tmp_path, check=True)
+    start = int(torch.randint(16, (), generator=rng))
+    done = subprocess.run([tmp_path / "quotients", str(start)], capture_output=True, text=True, check=True)
+    wrong, cases = done.stdout.split(" of ")
+    assert wrong == "0" and int(cases) > 2**23 / 16 * 49
 
 
 @ORDERS

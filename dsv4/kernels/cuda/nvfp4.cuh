@@ -44,22 +44,22 @@ __device__ __forceinline__ float nvfp4_row_scale(unsigned top) {
     return scale > 0.0f ? scale : 1.0f;
 }
 
-// |v| / scale, rounded to nearest as `/` is, in five instructions instead of twenty, for a scale of at least 2^-100; `one_over` is 1 /
-// scale, rounded to nearest. The first correction makes the quotient one of the two neighbours of the exact one, and then the second one
-// rounds it correctly (Markstein 1990). Only quotients near a boundary of e2m1 (0.25 to 5) need that, and there no remainder underflows. An
-// infinite value gives NaN.
-__device__ __forceinline__ float quotient(float v, float scale, float one_over) {
-    float q = v * one_over;
-    q = __fmaf_rn(__fmaf_rn(-q, scale, v), one_over, q);
-    return __fmaf_rn(__fmaf_rn(-q, scale, v), one_over, q);
+// a / scale as far as e2m1 can tell it from the rounded quotient, for a scale of at least 2^-100; `one_over` is 1 / scale, rounded to
+// nearest. One correction of the product is enough: for each of the 2^23 scales in [1, 2) and all values next to a boundary times it, the
+// code is that of the division (tests/kernels/test_to_nvfp4.py); further off, two units in the last place are no matter. An infinite value
+// gives NaN.
+__device__ __forceinline__ float quotient(float a, float scale, float one_over) {
+    const float q = a * one_over;
+    return __fmaf_rn(__fmaf_rn(-q, scale, a), one_over, q);
 }
 
-// The e2m1 code of a >= 0: to nearest, a tie to the even code, beyond 6 (and NaN) to 6. Adding 2^22 times a's power of two (at least 1)
-// rounds a to 0.5, 1 or 2 as e2m1 does, and the low bits count these steps.
-__device__ __forceinline__ uint32_t e2m1_code(float a) {
+// The e2m1 code of a >= 0, plus kCodeBias: to nearest, a tie to the even code, beyond 6 (and NaN) to 6. Adding 2^22 times a's power of two
+// (at least 1) rounds a to 0.5, 1 or 2 as e2m1 does, and the low bits count these steps.
+constexpr uint32_t kCodeBias = 254;
+__device__ __forceinline__ uint32_t biased_code(float a) {
     a = fminf(a, 6.0f);
     const uint32_t power = max(__float_as_uint(a), 0x3f800000u) & 0x7f800000u, large = power + (22u << 23);
-    return __float_as_uint(a + __uint_as_float(large)) - large + (power >> 22) - 254;
+    return __float_as_uint(a + __uint_as_float(large)) - large + (power >> 22);
 }
 
 // Quantises and stores a lane's values at columns `column`..; in a lane beyond K = 16 `groups` they are zeros.
@@ -70,12 +70,20 @@ __device__ __forceinline__ void store_nvfp4(const float (&v)[kLaneValues], float
     float scale = from_e4m3(byte) * row_scale;
     uint32_t codes = 0;
     if (scale > 0.0f) {  // not so for NaN
-        const float lift = scale < 0x1p-60f ? 0x1p64f : 1.0f;  // of both sides of the division
-        scale *= lift;
-        const float one_over = 1.0f / scale;
+        float a[kLaneValues];
 #pragma unroll
-        for (int i = 0; i < kLaneValues; i++)
-            codes |= (e2m1_code(quotient(fabsf(v[i]) * lift, scale, one_over)) | (__float_as_uint(v[i]) >> 28 & 8)) << 4 * i;
+        for (int i = 0; i < kLaneValues; i++) a[i] = v[i];
+        if (scale < 0x1p-60f) {  // both sides of the division
+            scale *= 0x1p64f;
+#pragma unroll
+            for (int i = 0; i < kLaneValues; i++) a[i] *= 0x1p64f;
+        }
+        const float one_over = 1.0f / scale;
+        codes = 0u - kCodeBias * 0x11111111u;
+#pragma unroll
+        for (int i = 0; i < kLaneValues; i++) codes += biased_code(fabsf(quotient(a[i], scale, one_over))) << 4 * i;
+#pragma unroll
+        for (int i = 0; i < kLaneValues; i++) codes |= __float_as_uint(v[i]) >> (28 - 4 * i) & 8u << 4 * i;
     }
     const int group = column / 16;
     if (group < groups) *reinterpret_cast<uint32_t*>(row.values + column / 2) = codes;
