@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_split(const float* q, c
     float4* scores = reinterpret_cast<float4*>(shared + kScores) + warp * (kTile / 8) * kScoreStride;
     int values = kValues + warp * kValueBytes;
     for (bool first = true;; first = false) {  // the next tile is on its way while q is normed, or the softmax of the one before made
-        const int next = warp == kRotaryWarp ? 2 * kValues + (2 * kRotaryWarp + 1) * kValueBytes - values : values;  // the other of two buffers
+        const int next = warp == kRotaryWarp ? 2 * kValues + (2 * kRotaryWarp + 1) * kValueBytes - values : values;  // the other buffer
         const int next_steps = min((left + 15) / 16, kTile / 16);
         if (left > 0) load_tile(tile, shared + next, cache, plan, token, begin, left, next_steps, warp, lane);
         if (first) {
