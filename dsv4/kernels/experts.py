@@ -41,7 +41,7 @@ class PackedExperts(NamedTuple):
 
 
 def pack_experts(routed: Sequence, shared) -> PackedExperts:
-    """Packs the routed experts, which are ops.Expert with w1, w2 and w3, all of one format for w1 with w3 and one for w2, and the shared expert, on the shared one's device.
+    """Packs the routed experts, ops.Expert each, all of one format for w1 with w3 and one for w2, and the shared expert, on its device.
 
     Each expert is taken from `routed` once, in order, and not kept: a sequence that loads them one by one needs memory for one. Raises
     UserError for formats or shapes that differ, and for what packing.py refuses.

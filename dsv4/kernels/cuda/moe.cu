@@ -114,10 +114,10 @@ template <bool kDown> struct Walk {
         unit = each ? start / each : 0, place = each ? start % each : 0;
     }
 
-    // False before the wait, and at the end. The first time after the wait it waits until the choice is known.
+    // False before the wait, and at the end. After the wait the choice must be known: the kernel waits for it where the stream is dry, and
+    // not here, where ptxas would take every branch for a divergent one (and fill the descriptor's registers anew before every load of x).
     __device__ __forceinline__ bool next_phase() {
         if (!list->waited[threadIdx.x / 32]) return false;
-        if (phase < 0) mbarrier_wait(&list->ready, 0);
         const int done = (phase + 1) * plan->at_once;
         if (done >= list->units) return false;
         enter(phase + 1, min(plan->at_once, list->units - done));
@@ -209,6 +209,8 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&list.ready);
     }
+    bool known = false;
+    if (stream.thirsty()) mbarrier_wait(&list.ready, 0), known = true;
     stream.resume();
     if (!kDown)
         for (int i = blockIdx.x * kThreads + threadIdx.x; i < plan.rows; i += gridDim.x * kThreads)
@@ -256,6 +258,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
             Sum sum;
             for (int i = 0; i < run.count; i++, x += wide, left -= wide) {
                 sum.add(run.format, stream.item(), x, left);
+                if (!known && stream.dry()) mbarrier_wait(&list.ready, 0), known = true;
                 stream.release();
             }
 #pragma unroll
