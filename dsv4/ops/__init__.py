@@ -16,11 +16,12 @@ from .quant import fp4_round_trip, fp8_round_trip, hadamard, nvfp4_round_trip
 from .rope import apply_rope, rope_frequencies, rope_table
 from .router import pack_gate, router
 from .sample import sample
+from .update_caches import update_caches
 
 __all__ = [
     "Expert", "Experts", "Pending", "Pool", "apply_rope", "attend", "attention", "collapse", "compress", "fp4_round_trip",
     "fp8_round_trip", "grouped_linear", "hadamard", "hc_head", "index_scores", "kv_norm_rope", "latents", "linear", "max_tokens",
     "mhc_post", "mhc_pre", "moe", "new_index_keys", "new_keys", "nvfp4_round_trip", "pack_experts", "pack_gate", "pack_weights", "pool",
     "projections", "query_norm_rope", "register_kernel", "rms_norm", "rope_frequencies", "rope_table", "router", "sample", "select_backend",
-    "select_entries", "trying_kernel", "weighted_relu",
+    "select_entries", "trying_kernel", "update_caches", "weighted_relu",
 ]
