@@ -26,7 +26,7 @@ class Attention:
         below += tuple(f"indexer.{name}" for name in Indexer.PROJECTIONS) if self.indexer else ()
         self.of_input = Projections(bind, ("wq_a", "wkv", *below), exact=below, decisive=below)
         self.of_latent = Projections(bind, ("wq_b", "indexer.wq_b") if self.indexer else ("wq_b",), decisive=("indexer.wq_b",))
-        self.wo_a, self.wo_b = ops.pack_weights((bind.weight("wo_a"),)), Linear(bind, "wo_b")
+        self.wo_a, self.wo_b = bind.packing("wo_a", ops.pack_weights, (bind.weight("wo_a"),)), Linear(bind, "wo_b")
         self.q_norm, self.kv_norm, self.sink = bind.fp32("q_norm.weight"), bind.fp32("kv_norm.weight"), bind.fp32("attn_sink")
 
     def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
