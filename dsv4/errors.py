@@ -8,6 +8,12 @@ class UserError(Exception):
     exit_code = 2
 
 
+class KernelError(UserError):
+    """A kernel that could not be launched, or that the GPU stopped."""
+
+    exit_code = 1
+
+
 class CheckpointError(UserError):
     """Anything wrong with the checkpoint folder."""
 

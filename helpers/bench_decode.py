@@ -126,13 +126,11 @@ def step_bytes(checkpoint: SyntheticCheckpoint, layer: int, context: int, tokens
     fn = checkpoint.bytes_of(checkpoint.needs[p + "hc_attn_fn"])
     rows = {
         "mhc_pre attn": fn, "projections of x": weights("attn.wq_a", "attn.wkv", *compressor, *indexer),
-        "latents": 0, "projections of q": weights("attn.wq_b", *(("attn.indexer.wq_b",) if ratio == 4 else ())),
+        "update_caches": 0, "projections of q": weights("attn.wq_b", *(("attn.indexer.wq_b",) if ratio == 4 else ())),
         "attention": attended * row, "wo_a": weights("attn.wo_a"), "wo_b": weights("attn.wo_b"), "mhc_pre ffn": fn,
         "router": checkpoint.bytes_of(checkpoint.needs[p + "ffn.gate.weight"]),
         "moe": round(distinct * expert) + weights(*(f"ffn.shared_experts.{w}" for w in ("w1", "w2", "w3"))),
     }
-    if ratio:
-        rows["compress"] = 0
     if ratio == 4:
         scored = entries if entries > c.index_topk else 0
         rows |= {"index_scores": scored * (c.index_head_dim // 2 + c.index_head_dim // 32), "select_entries": 4 * scored}
@@ -140,9 +138,9 @@ def step_bytes(checkpoint: SyntheticCheckpoint, layer: int, context: int, tokens
 
 
 ROWS = {  # operation -> its table rows, in the order of its calls within a layer
-    "mhc_pre": ("mhc_pre attn", "mhc_pre ffn"), "projections": ("projections of x", "projections of q"), "latents": ("latents",),
-    "compress": ("compress",), "index_scores": ("index_scores",), "select_entries": ("select_entries",), "attention": ("attention",),
-    "grouped_linear": ("wo_a",), "linear": ("wo_b",), "router": ("router",), "moe": ("moe",),
+    "mhc_pre": ("mhc_pre attn", "mhc_pre ffn"), "projections": ("projections of x", "projections of q"),
+    "update_caches": ("update_caches",), "index_scores": ("index_scores",), "select_entries": ("select_entries",),
+    "attention": ("attention",), "grouped_linear": ("wo_a",), "linear": ("wo_b",), "router": ("router",), "moe": ("moe",),
 }
 
 

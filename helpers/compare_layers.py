@@ -137,19 +137,19 @@ def set_rows(keys, index: torch.Tensor, rows: torch.Tensor) -> None:
 
 def written(name: str, a: dict) -> list[tuple]:
     """(keys, the numbers of the rows) that a call of an operation, with its arguments by name, has written."""
-    positions = a["positions"] if name in ("latents", "compress") else None
-    if name == "latents":
-        window = a["window"]
-        return [(window, positions % len(window if isinstance(window, torch.Tensor) else window[0]))]
-    if name == "compress":
-        ratio = len(a["pools"][0].ape)
-        return [(pool.entries, positions[(positions + 1) % ratio == 0] // ratio) for pool in a["pools"]]
-    return []
+    if name != "update_caches":
+        return []
+    positions, window = a["positions"], a["window"]
+    places = [(window, positions % len(window if isinstance(window, torch.Tensor) else window[0]))]
+    for pool in a["pools"]:
+        ratio = len(pool.ape)
+        places.append((pool.entries, positions[(positions + 1) % ratio == 0] // ratio))
+    return places
 
 
 def states(name: str, a: dict) -> list[torch.Tensor]:
     """The open blocks that a call of an operation has changed."""
-    return [state for pool in a["pools"] for state in (pool.kv_state, pool.score_state)] if name == "compress" else []
+    return [state for pool in a["pools"] for state in (pool.kv_state, pool.score_state)] if name == "update_caches" else []
 
 
 def remember(config: ModelConfig, caches: list[LayerCache], past: int, generator: torch.Generator) -> None:
@@ -206,11 +206,10 @@ def stages(name: str, nth: int, a: dict, result) -> dict[str, torch.Tensor]:
         return {f"{SITES[nth]} {part}": t for part, t in zip(MHC, result, strict=True)}
     if name == "projections":
         return {"logits": result[0]} if len(result) == 1 and nth == 0 else dict(zip(PROJECTED[nth], result, strict=False))
-    if name == "latents":
-        return {"q latent": result, "kv": rows_of(*written(name, a)[0])}
-    if name == "compress":
-        rows = [rows_of(*place) for place in written(name, a)]
-        return {"index keys" if pool.for_index else "compressed": r for pool, r in zip(a["pools"], rows, strict=True) if len(r)}
+    if name == "update_caches":
+        keys, *entries = (rows_of(*place) for place in written(name, a))
+        closed = {"index keys" if pool.for_index else "compressed": r for pool, r in zip(a["pools"], entries, strict=True) if len(r)}
+        return {"q latent": result, "kv": keys, **closed}
     if name == "index_scores":  # numbers only where a query sees the entry, and only if there are more than it may choose
         count = visible_entries(a["positions"], 4)[:, None]
         most = int(count[-1])

@@ -8,10 +8,9 @@ import torch
 from dsv4 import kernels
 from dsv4.kernels.keys import IndexKeys, Keys
 from dsv4.ops.attention import attention_ref
-from dsv4.ops.compressor import compress_ref
 from dsv4.ops.experts import moe_ref
 from dsv4.ops.indexer import index_scores_ref, select_entries_ref
-from dsv4.ops.norm import latents_ref
+from dsv4.ops.update_caches import update_caches_ref
 from helpers import compare_layers
 
 from .emulator.emulator import emulated, needs_gxx
@@ -25,17 +24,14 @@ def stand_ins() -> dict:
         for part, packed in zip(memory, type(memory).pack(values), strict=True):
             part.copy_(packed)
 
-    def latents(qa, kv, q_norm, kv_norm, cos, sin, positions, window, *rest):
-        values = window.unpack()
-        result = latents_ref(qa, kv, q_norm, kv_norm, cos, sin, positions, values, *rest)
-        into(window, values)
+    def update_caches(qa, kv, q_norm, kv_norm, cos, sin, window, compressed, pools, *rest):
+        memories = [window, *(pool.entries for pool in pools)]
+        keys, *entries = values = [memory.unpack() for memory in memories]
+        unpacked = tuple(pool._replace(entries=v) for pool, v in zip(pools, entries, strict=True))
+        result = update_caches_ref(qa, kv, q_norm, kv_norm, cos, sin, keys, compressed, unpacked, *rest)
+        for memory, v in zip(memories, values, strict=True):
+            into(memory, v)
         return result
-
-    def compress(inputs, pools, *rest):
-        values = [pool.entries.unpack() for pool in pools]
-        compress_ref(inputs, tuple(pool._replace(entries=v) for pool, v in zip(pools, values, strict=True)), *rest)
-        for pool, v in zip(pools, values, strict=True):
-            into(pool.entries, v)
 
     def attention(q, sink, cos, sin, positions, window, window_size, entries, *rest):
         return attention_ref(q, sink, cos, sin, positions, window.unpack(), window_size, entries and entries.unpack(), *rest)
@@ -44,7 +40,7 @@ def stand_ins() -> dict:
         scores = index_scores_ref(q, cos, sin, head_weights, keys.unpack(), *rest)
         return torch.nn.functional.pad(scores, (0, len(keys.values) - scores.shape[1]), value=float("nan"))
 
-    return {"latents": latents, "compress": compress, "attention": attention, "index_scores": index_scores,
+    return {"update_caches": update_caches, "attention": attention, "index_scores": index_scores,
             "new_keys": lambda rows, width, dtype, device: Keys.empty(rows, device),
             "new_index_keys": lambda rows, width, dtype, device: IndexKeys.empty(rows, device)}
 
@@ -105,6 +101,23 @@ def test_a_wrong_choice_shows_in_its_overlap_and_what_follows_only_accumulated(m
     found = {row["stage"]: row for row in rows(path) if row["phase"] == "decode"}
     assert found["top-k"]["same_input"]["overlap"] < 0.1  # 128 of 257 entries
     assert found["attention"]["same_input"]["relative"] == 0 and found["attention"]["accumulated"]["relative"] > 0.1
+
+
+def test_states_go_on_as_the_definitions_left_them_but_for_the_accumulated_run(monkeypatch, tmp_path):
+    """A kernel that spoils the open block: its next entry shows it, made from its own states alone."""
+    def forgetful(*a):
+        result = update_caches_ref(*a)
+        for pool in a[8]:
+            pool.kv_state.mul_(0.5)
+        return result
+
+    monkeypatch.setattr(kernels, "wrappers", lambda: {"update_caches": forgetful})
+    path = tmp_path / "out.json"
+    argv = ["--preset", "tiny", "--layers", "2:3", "--prompt", "3", "--decode", "1", "--json", str(path), *CPU]
+    assert compare_layers.main(argv) == 0
+    found = {row["stage"]: row for row in rows(path) if row["phase"] == "decode"}
+    for stage in ("compressed", "index keys"):
+        assert found[stage]["same_input"]["relative"] == 0 and found[stage]["accumulated"]["relative"] > 0
 
 
 @needs_gxx

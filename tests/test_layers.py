@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4 import formats, ops
-from dsv4.errors import CheckpointError
+from dsv4.errors import CheckpointError, UserError
 from dsv4.formats import Weight
 from dsv4.layers import Binder, Numerics
 from dsv4.layers.linear import Linear, Projections
@@ -74,3 +74,13 @@ def test_binder_reads_below_its_prefix_in_fp32_or_as_stored(packed):
     assert bind.prefix == "layers.0.ffn." and bind.stored("gate.tid2eid").dtype == torch.int64
     assert bind.fp32("gate.weight").dtype == torch.float32
     assert torch.equal(bind.fp32("gate.weight"), packed.state["layers.0.ffn.gate.weight"])
+
+
+def test_what_a_kernel_refuses_of_a_weight_is_said_with_its_name(packed):
+    def refuse(*_):
+        raise UserError("packing: expected other weights, found these")
+
+    with ops.trying_kernel("pack_weights", refuse), pytest.raises(UserError, match=r"^layers.2.attn.wq_a \+ wkv: packing: .*torch$"):
+        Projections(Binder(packed, "layers.2.attn.", CPU, Numerics()), ("wq_a", "wkv"))
+    with ops.trying_kernel("pack_experts", refuse), pytest.raises(UserError, match=r"^layers.2.ffn.experts: packing: .*torch$"):
+        MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics()), packed.config, 2)

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..errors import UserError
+
 MAX_TOKENS = 8  # of one step: the columns of an mma
+
+
+def refuse_sizes(config) -> None:
+    """Raises UserError if the kernels are not written for this model's sizes (a ModelConfig), before anything is loaded."""
+    c, indexed = config, 4 in config.compress_ratios
+    for name, expected, fine in (
+        ("head_dim", "512", c.head_dim == 512), ("qk_rope_head_dim", "64", c.qk_rope_head_dim == 64), ("hc_mult", "4", c.hc_mult == 4),
+        ("index_head_dim", "128", not indexed or c.index_head_dim == 128), ("index_n_heads", "64", not indexed or c.index_n_heads == 64),
+        ("index_topk", "at most 1024", not indexed or c.index_topk <= 1024),
+        ("hidden_size", "a multiple of 8 up to 8192", c.hidden_size % 8 == 0 and c.hidden_size <= 8192),
+        ("q_lora_rank", "a multiple of 8 up to 2048", c.q_lora_rank % 8 == 0 and c.q_lora_rank <= 2048),
+        ("o_lora_rank", "a multiple of 16", c.o_lora_rank % 16 == 0),
+        ("moe_intermediate_size", "a multiple of 8", c.moe_intermediate_size % 8 == 0),
+        ("n_routed_experts", "at most 384", c.n_routed_experts <= 384), ("num_experts_per_tok", "at most 8", c.num_experts_per_tok <= 8),
+        ("vocab_size", "at most 150000", c.vocab_size <= 150_000),
+    ):
+        if not fine:
+            raise UserError(f"--backend cuda: expected {name} to be {expected}, which the kernels are written for, found "
+                            f"{getattr(c, name)}: run with --backend torch")
 
 
 def wrappers() -> dict[str, Callable]:
     """Operation name -> kernel. Nothing is compiled until the first call."""
     from .attention import attention
-    from .compressor import compress
     from .experts import moe, pack_experts
     from .indexer import index_scores, select_entries
     from .keys import new_index_keys, new_keys
     from .linear import grouped_linear, linear, pack_weights, projections
     from .mhc import hc_head, mhc_post, mhc_pre
-    from .norm import latents
     from .nvfp4 import nvfp4_linear, rms_norm_to_nvfp4, swiglu_to_nvfp4, to_nvfp4
     from .router import pack_gate, router
     from .sample import sample
+    from .update_caches import update_caches
 
     return {f.__name__: f for f in (
-        attention, compress, grouped_linear, hc_head, index_scores, latents, linear, mhc_post, mhc_pre, moe, new_index_keys, new_keys,
-        nvfp4_linear, pack_experts, pack_gate, pack_weights, projections, rms_norm_to_nvfp4, router, sample, select_entries,
-        swiglu_to_nvfp4, to_nvfp4)}
+        attention, grouped_linear, hc_head, index_scores, linear, mhc_post, mhc_pre, moe, new_index_keys, new_keys, nvfp4_linear,
+        pack_experts, pack_gate, pack_weights, projections, rms_norm_to_nvfp4, router, sample, select_entries, swiglu_to_nvfp4, to_nvfp4,
+        update_caches)}

@@ -224,14 +224,17 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"kernels: expected names out of {', '.join(names())}, found {unknown[0]!r}")
         if args.all == bool(args.names):
             raise UserError("kernels: expected either --all or the names of kernels, found " + ("both" if args.all else "neither"))
-        _build_ahead([(name, arch.strip()) for name in (args.names or names()) for arch in args.arch.split(",")])
+        jobs = [(name, arch.strip()) for name in (args.names or names()) for arch in args.arch.split(",")]
+        build_ahead(jobs)
+        print(f"{len(jobs)} objects in {cache_folder()}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _build_ahead(jobs: list[tuple[str, str]]) -> None:
+def build_ahead(jobs: list[tuple[str, str]]) -> None:
+    """Builds these (kernel, architecture), several at once, under a bar. Raises UserError as `build` does, at the first that fails."""
     from tqdm import tqdm
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tqdm(total=len(jobs), desc="kernels", unit="file", disable=None) as bar:
@@ -243,7 +246,6 @@ def _build_ahead(jobs: list[tuple[str, str]]) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    print(f"{len(jobs)} objects in {cache_folder()}")
 
 
 if __name__ == "__main__":

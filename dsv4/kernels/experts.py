@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from ..errors import UserError
-from ..ops.experts import Expert
 from . import MAX_TOKENS
 from .launch import IN, OUT, WEIGHT, WORK, Kernel, expect
 from .linear import blocks_at_once
@@ -41,8 +40,8 @@ class PackedExperts(NamedTuple):
         return sum(t.numel() * t.element_size() for t in self[:5])
 
 
-def pack_experts(routed: Sequence[Expert], shared: Expert) -> PackedExperts:
-    """Packs the routed experts, all of one format for w1 with w3 and one for w2, and the shared expert, on the shared one's device.
+def pack_experts(routed: Sequence, shared) -> PackedExperts:
+    """Packs the routed experts, ops.Expert each, all of one format for w1 with w3 and one for w2, and the shared expert, on its device.
 
     Each expert is taken from `routed` once, in order, and not kept: a sequence that loads them one by one needs memory for one. Raises
     UserError for formats or shapes that differ, and for what packing.py refuses.

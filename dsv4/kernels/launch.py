@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import UserError
+from ..errors import KernelError, UserError
 from . import build
 
 # What a tensor is to the kernel; all go as addresses. The emulator checks it: IN and WEIGHT are only read, OUT is wholly written and never
@@ -57,7 +57,7 @@ class Kernel:
         return function
 
     def __call__(self, **values) -> None:
-        """Launches on the tensors' device and torch's current stream. Raises RuntimeError with the kernel's name if CUDA refuses.
+        """Launches on the tensors' device and torch's current stream. Raises KernelError with the kernel's name if CUDA refuses.
 
         Called about a thousand times a token outside of graphs, so there is nothing here that could be done once.
         """
@@ -91,7 +91,8 @@ class Kernel:
         else:
             raise UserError(f"{self.name}: expected tensors on a GPU, found cpu: run with --backend torch")
         if error:
-            raise RuntimeError(f"{self.name}: the kernel's launch failed with CUDA error {error}")
+            raise KernelError(f"{self.name}: expected the kernel to launch, found CUDA error {error}: DSV4_SYNC=1 shows whether an earlier "
+                              "kernel made it, --backend torch does without kernels")
 
     def _on_gpu(self, device: int, addresses: list) -> int:
         if device not in self._functions:
@@ -105,7 +106,8 @@ class Kernel:
                 try:
                     torch.cuda.synchronize(device)
                 except RuntimeError as fault:
-                    raise RuntimeError(f"{self.name}: the kernel failed: {str(fault).splitlines()[0]}") from fault
+                    raise KernelError(f"{self.name}: expected the kernel to end, found {str(fault).splitlines()[0]}: --backend torch does "
+                                      "without kernels") from fault
         finally:
             if before != device:
                 torch.cuda.set_device(before)

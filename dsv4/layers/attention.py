@@ -26,7 +26,7 @@ class Attention:
         below += tuple(f"indexer.{name}" for name in Indexer.PROJECTIONS) if self.indexer else ()
         self.of_input = Projections(bind, ("wq_a", "wkv", *below), exact=below, decisive=below)
         self.of_latent = Projections(bind, ("wq_b", "indexer.wq_b") if self.indexer else ("wq_b",), decisive=("indexer.wq_b",))
-        self.wo_a, self.wo_b = ops.pack_weights((bind.weight("wo_a"),)), Linear(bind, "wo_b")
+        self.wo_a, self.wo_b = bind.packing("wo_a", ops.pack_weights, (bind.weight("wo_a"),)), Linear(bind, "wo_b")
         self.q_norm, self.kv_norm, self.sink = bind.fp32("q_norm.weight"), bind.fp32("kv_norm.weight"), bind.fp32("attn_sink")
 
     def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -34,14 +34,15 @@ class Attention:
         c, eps = self.config, self.config.rms_norm_eps
         cos, sin = step.angles(self.ratio)
         qa, kv, *compressed = self.of_input(x)
-        qr = ops.latents(qa, kv, self.q_norm, self.kv_norm, cos, sin, step.positions, cache.window, eps, self.quantize)
-        entries = selected = None
+        entries, selected, pools, of_entries = None, None, [], (None, None)
         if self.compressor:
-            entries, pools = cache.main.entries, [self.compressor.pool(cache.main)]
-            if self.indexer:
-                pools.append(self.indexer.compressor.pool(cache.index))
-            pairs = tuple(zip(compressed[0::2], compressed[1::2], strict=False))  # the indexer's head weights are left over
-            ops.compress(pairs, tuple(pools), step.positions, *step.block_angles(self.ratio), eps, self.quantize)
+            entries, of_entries = cache.main.entries, step.block_angles(self.ratio)
+            pools.append(self.compressor.pool(cache.main))
+        if self.indexer:
+            pools.append(self.indexer.compressor.pool(cache.index))
+        pairs = tuple(zip(compressed[0::2], compressed[1::2], strict=False))  # the indexer's head weights are left over
+        qr = ops.update_caches(qa, kv, self.q_norm, self.kv_norm, cos, sin, cache.window, pairs, tuple(pools), *of_entries, step.positions,
+                               eps, self.quantize)
         q, *index_q = self.of_latent(qr)
         if self.indexer:
             selected = self.indexer(index_q[0], compressed[-1], step, cache)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UserError
 from ..formats import Weight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,13 @@ class Binder:
     def weight(self, name: str) -> Weight:
         """A linear's weight, packed as on disk, or fp32 if the run keeps dequantised copies."""
         return self.weight_and_kind(name)[0]
+
+    def packing(self, name: str, pack: Callable[..., T], *weights) -> T:
+        """pack(*weights), where what the kernels refuse of a weight is said with its name."""
+        try:
+            return pack(*weights)
+        except UserError as error:
+            raise UserError(f"{self.prefix}{name}: {error}: run with --backend torch") from None
 
     def weight_and_kind(self, name: str) -> tuple[Weight, str]:
         """The weight and the format it has on disk, which decides what its input may be quantised to."""

@@ -16,5 +16,5 @@ class Compressor:
         self.ape, self.norm, self.for_index = bind.fp32("ape"), bind.fp32("norm.weight"), for_index
 
     def pool(self, cache: CompressorCache) -> ops.Pool:
-        """Its weights with its memory, as `ops.compress` takes them."""
+        """Its weights with its memory, as `ops.update_caches` takes them."""
         return ops.Pool(self.ape, self.norm, cache.kv, cache.score, cache.entries, self.for_index)

@@ -13,7 +13,7 @@ class Linear:
 
     def __init__(self, bind: Binder, name: str):
         weight, kind = bind.weight_and_kind(name)
-        self.weights, self.activations = ops.pack_weights((weight,)), bind.numerics.input_of(kind)
+        self.weights, self.activations = bind.packing(name, ops.pack_weights, (weight,)), bind.numerics.input_of(kind)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weights, self.activations)
@@ -34,7 +34,7 @@ class Projections:
                 bind.refuse_non_finite(f"{name}.weight", weight.dequantize())
             weights.append(weight)
             self.activations += ("bf16" if name in exact else bind.numerics.input_of(kind),)
-        self.weights = ops.pack_weights(tuple(weights))
+        self.weights = bind.packing(" + ".join(names), ops.pack_weights, tuple(weights))
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ops.projections(x, self.weights, self.activations)

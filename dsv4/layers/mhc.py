@@ -44,7 +44,7 @@ class Head:
 
     def __init__(self, bind: Binder, config: ModelConfig):
         self.fn, self.base, self.scale = (bind.fp32(f"hc_head_{part}") for part in ("fn", "base", "scale"))
-        self.norm, self.weights = bind.fp32("norm.weight"), ops.pack_weights((bind.weight("head"),))
+        self.norm, self.weights = bind.fp32("norm.weight"), bind.packing("head", ops.pack_weights, (bind.weight("head"),))
         self.constants = {"norm_eps": config.rms_norm_eps, "hc_eps": config.hc_eps}
 
     def __call__(self, X: torch.Tensor) -> torch.Tensor:

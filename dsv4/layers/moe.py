@@ -22,7 +22,7 @@ class MoE:
         self.bias = None if hashed else bind.fp32("gate.bias")
         routed, self.activations = self._bind(bind, [f"experts.{e}" for e in range(config.n_routed_experts)])
         (shared,), self.shared_activations = self._bind(bind, ["shared_experts"])
-        self.experts = ops.pack_experts(routed, shared)
+        self.experts = bind.packing("experts", ops.pack_experts, routed, shared)
 
     @staticmethod
     def _bind(bind: Binder, names: list[str]) -> tuple[list[ops.Expert], str]:

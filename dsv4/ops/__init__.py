@@ -17,6 +17,7 @@ from .quant import fp4_round_trip, fp8_round_trip, hadamard, nvfp4_round_trip
 from .rope import apply_rope, rope_frequencies, rope_table
 from .router import pack_gate, router
 from .sample import sample
+from .update_caches import update_caches
 
 __all__ = [
     "Expert", "Experts", "Pending", "Pool", "apply_rope", "attend", "attention", "collapse", "compress", "fp4_round_trip",
@@ -24,5 +25,5 @@ __all__ = [
     "mhc_post", "mhc_pre", "moe", "new_index_keys", "new_keys", "nvfp4_linear", "nvfp4_round_trip", "pack_experts", "pack_gate",
     "pack_weights", "pool", "projections", "query_norm_rope", "register_kernel", "rms_norm", "rms_norm_to_nvfp4", "rope_frequencies",
     "rope_table", "router", "sample", "select_backend", "select_entries", "swiglu_to_nvfp4", "to_nvfp4", "trying_kernel",
-    "unpack_nvfp4", "weighted_relu",
+    "unpack_nvfp4", "update_caches", "weighted_relu",
 ]

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import operation
 from .norm import kv_norm_rope
 from .quant import fp4_round_trip, hadamard
 
@@ -54,8 +53,8 @@ def pool(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, kv_state: tor
     return (pooled_score.softmax(1) * pooled_kv).sum(1) if closed else kv.new_empty(0, width // (2 if overlap else 1))
 
 
-def compress_ref(inputs: tuple[tuple[torch.Tensor, torch.Tensor], ...], pools: tuple[Pool, ...], positions: torch.Tensor,
-                 cos: torch.Tensor, sin: torch.Tensor, eps: float, quantize: bool) -> None:
+def compress(inputs: tuple[tuple[torch.Tensor, torch.Tensor], ...], pools: tuple[Pool, ...], positions: torch.Tensor,
+             cos: torch.Tensor, sin: torch.Tensor, eps: float, quantize: bool) -> None:
     """Takes the tokens at `positions` [S], consecutive, into each pool's state and writes the entries of the blocks they close.
 
     inputs: each pool's two projections (kv, score), [S, c*d] fp32. cos, sin [S, rope/2]: the angles of the first position of each token's
@@ -71,6 +70,3 @@ def compress_ref(inputs: tuple[tuple[torch.Tensor, torch.Tensor], ...], pools: t
             if quantize and p.for_index:
                 entry = fp4_round_trip(hadamard(entry))
             p.entries[first // ratio : first // ratio + len(pooled)] = entry
-
-
-compress = operation(compress_ref)

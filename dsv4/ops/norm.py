@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .backend import operation
 from .quant import fp8_round_trip
 from .rope import apply_rope
 
@@ -37,8 +36,8 @@ def kv_norm_rope(kv: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin:
     return v
 
 
-def latents_ref(qa: torch.Tensor, kv: torch.Tensor, q_norm: torch.Tensor, kv_norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                positions: torch.Tensor, window: torch.Tensor, eps: float, quantize: bool) -> torch.Tensor:
+def latents(qa: torch.Tensor, kv: torch.Tensor, q_norm: torch.Tensor, kv_norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+            positions: torch.Tensor, window: torch.Tensor, eps: float, quantize: bool) -> torch.Tensor:
     """The query latent, normed, and the step's keys, normed, rotated, quantised and written into the window (model.md section 4).
 
     qa [S, q_lora_rank] and kv [S, d] fp32, as projected; q_norm [q_lora_rank], kv_norm [d]; cos, sin [S, rope/2]; positions [S],
@@ -46,6 +45,3 @@ def latents_ref(qa: torch.Tensor, kv: torch.Tensor, q_norm: torch.Tensor, kv_nor
     """
     window[positions % len(window)] = kv_norm_rope(kv.to(window.dtype), kv_norm, cos, sin, eps, quantize)
     return rms_norm(qa, q_norm, eps).to(window.dtype)
-
-
-latents = operation(latents_ref)

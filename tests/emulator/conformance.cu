@@ -1,5 +1,6 @@
-// Each instruction of ptx.cuh and each intrinsic that computes something, on inputs from test_conformance.py: the emulator's results are held
-// against definitions written with tensors and, on a machine with a GPU, against the GPU's. A file without conditions: what runs is the instruction.
+// Each instruction of ptx.cuh and each intrinsic that computes something, on inputs from test_conformance.py: the emulator's results are
+// held against definitions written with tensors and, on a machine with a GPU, against the GPU's. A file without conditions: what runs is
+// the instruction.
 #include "../../dsv4/kernels/cuda/common.cuh"
 
 // One warp a problem. a [n, 32, 4], b [n, 32, 2], c [n, 32, 4]: the lanes' registers.
@@ -22,8 +23,8 @@ extern "C" int conformance_mma(const uint32_t* a, const uint32_t* b, const float
     return cudaGetLastError();
 }
 
-// x: 64 rows of 8 16-bit values. Row order[i] goes to lane i. Out [5, 32, 4]: ldmatrix x4, x4.trans, x2, x2.trans (upper registers 0), and what is in
-// memory after stmatrix of lane i's registers 4 i.. to row order[i] (as 32-bit words).
+// x: 64 rows of 8 16-bit values. Row order[i] goes to lane i. Out [5, 32, 4]: ldmatrix x4, x4.trans, x2, x2.trans (upper registers 0), and
+// what is in memory after stmatrix of lane i's registers 4 i.. to row order[i] (as 32-bit words).
 __global__ void matrices(const uint4* x, const int* order, uint32_t* out) {
     DYN_SMEM(uint4, rows);
     grid_dependency_wait();
@@ -53,8 +54,8 @@ extern "C" int conformance_matrices(const void* x, const int* order, uint32_t* o
     return cudaGetLastError();
 }
 
-// x [64 KB] through shared memory in rounds of 4 KB: cp.async in three groups under way, bulk copies in a ring of three slots with a thread of its own, and
-// load_stream; out [3, 64 KB].
+// x [64 KB] through shared memory in rounds of 4 KB: cp.async in three groups under way, bulk copies in a ring of three slots with a thread
+// of its own, and load_stream; out [3, 64 KB].
 constexpr int kRound = 4096, kRounds = 16, kSlots = 3, kThreads = 128;
 __global__ void copies(const uint4* x, uint4* out) {
     DYN_SMEM(char, memory);
@@ -107,10 +108,11 @@ extern "C" int conformance_copies(const void* x, void* out, cudaStream_t stream)
     return cudaGetLastError();
 }
 
-// i runs over all 16-bit patterns. packed [6, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i, bf16 pair of the
-// floats x[i] and y[i], byte_perm of a and b by c. small [n]: to_e4m3(x[i]); floats [3, n]: from_e4m3(i), bf16_lo(a), bf16_hi(a).
-__global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t* c, const float* x, const float* y, uint32_t* packed, uint8_t* small,
-                            float* floats, int n) {
+// i runs over all 16-bit patterns. packed [6, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i,
+// bf16 pair of the floats x[i] and y[i], byte_perm of a and b by c. small [n]: to_e4m3(x[i]); floats [3, n]: from_e4m3(i), bf16_lo(a),
+// bf16_hi(a).
+__global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t* c, const float* x, const float* y, uint32_t* packed,
+                            uint8_t* small, float* floats, int n) {
     grid_dependency_wait();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -125,8 +127,8 @@ __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t
     floats[n + i] = bf16_lo(a[i]);
     floats[2 * n + i] = bf16_hi(a[i]);
 }
-extern "C" int conformance_conversions(const uint32_t* a, const uint32_t* b, const uint32_t* c, const float* x, const float* y, uint32_t* packed,
-                                       uint8_t* small, float* floats, int n, cudaStream_t stream) {
+extern "C" int conformance_conversions(const uint32_t* a, const uint32_t* b, const uint32_t* c, const float* x, const float* y,
+                                       uint32_t* packed, uint8_t* small, float* floats, int n, cudaStream_t stream) {
     LAUNCH(conversions, dim3((n + 255) / 256), dim3(256), 0, stream, a, b, c, x, y, packed, small, floats, n);
     return cudaGetLastError();
 }

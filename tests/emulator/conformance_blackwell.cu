@@ -6,10 +6,11 @@
 #define HAS_TENSOR_MEMORY
 #endif
 
-// out [128, N] = a [128, row] b [N, row]^T + start, rows of 32, 64 or 128 bytes by the swizzle (32 in two columns of cells without one); for nvfp4 with
-// scales [row / 32, 512 bytes] each: those of row r in bytes 16 (r % 32) + 4 (r / 32).
-template <int kind, int N> __global__ void tensor_memory(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, Swizzle swizzle,
-                                                         const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out) {
+// out [128, N] = a [128, row] b [N, row]^T + start, rows of 32, 64 or 128 bytes by the swizzle (32 in two columns of cells without one);
+// for nvfp4 with scales [row / 32, 512 bytes] each: those of row r in bytes 16 (r % 32) + 4 (r / 32).
+template <int kind, int N>
+__global__ void tensor_memory(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, Swizzle swizzle,
+                              const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out) {
 #ifdef HAS_TENSOR_MEMORY
     DYN_SMEM(char, memory);
     grid_dependency_wait();
@@ -75,8 +76,9 @@ template <int kind, int N> __global__ void tensor_memory(const __grid_constant__
 #endif
 }
 
-template <int kind> static cudaError_t launch(const void* a, const void* b, const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out,
-                                              int swizzle, cudaStream_t stream) {
+template <int kind>
+static cudaError_t launch(const void* a, const void* b, const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out,
+                          int swizzle, cudaStream_t stream) {
     constexpr int N = 32;
     const int row = swizzle ? 16 << swizzle : 32, box = swizzle ? row : 16;
     const Swizzle s = static_cast<Swizzle>(swizzle);
@@ -88,20 +90,21 @@ template <int kind> static cudaError_t launch(const void* a, const void* b, cons
     LAUNCH(kernel, dim3(1), dim3(128), (128 + N) * 128 + 4 * 1024 + 32, stream, a_map, b_map, s, a_scales, b_scales, start, out);
     return cudaGetLastError();
 }
-extern "C" int conformance_tensor(const void* a, const void* b, const uint8_t* a_scales, const uint8_t* b_scales, const float* start, float* out, int kind,
-                                  int swizzle, cudaStream_t stream) {
+extern "C" int conformance_tensor(const void* a, const void* b, const uint8_t* a_scales, const uint8_t* b_scales, const float* start,
+                                  float* out, int kind, int swizzle, cudaStream_t stream) {
     if (kind == 0) return launch<0>(a, b, a_scales, b_scales, start, out, swizzle, stream);
     if (kind == 1) return launch<1>(a, b, a_scales, b_scales, start, out, swizzle, stream);
     return launch<2>(a, b, a_scales, b_scales, start, out, swizzle, stream);
 }
 
-// The 64-bit operand of a K-major tile with the swizzle of 128 bytes at byte 0 of shared memory, and the instruction words, as in PTX that other compilers
-// emit for the same product: out [4] = low and high half, nvfp4 and bf16 of 128 columns.
+// The 64-bit operand of a K-major tile with the swizzle of 128 bytes at byte 0 of shared memory, and the instruction words, as in PTX that
+// other compilers emit for the same product: out [4] = low and high half, nvfp4 and bf16 of 128 columns.
 __global__ void encodings(uint32_t* out) {
     DYN_SMEM(char, memory);
     grid_dependency_wait();
     const uint64_t zero = tensor_operand(memory, Swizzle::k128, 1024) & ~uint64_t(0x3fff);
-    out[0] = uint32_t(zero), out[1] = uint32_t(zero >> 32), out[2] = tensor_shape(kTensorNvfp4, 128), out[3] = tensor_shape(kTensorBf16, 128);
+    out[0] = uint32_t(zero), out[1] = uint32_t(zero >> 32), out[2] = tensor_shape(kTensorNvfp4, 128),
+    out[3] = tensor_shape(kTensorBf16, 128);
 }
 extern "C" int conformance_encodings(uint32_t* out, cudaStream_t stream) {
     LAUNCH(encodings, dim3(1), dim3(1), 1024, stream, out);

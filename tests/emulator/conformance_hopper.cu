@@ -1,4 +1,5 @@
-// Tensor copies (sm_90 and later) and the products of warpgroups (sm_90a), on inputs from test_conformance.py, as conformance.cu does for the rest.
+// Tensor copies (sm_90 and later) and the products of warpgroups (sm_90a), on inputs from test_conformance.py, as conformance.cu does for
+// the rest.
 #include "../../dsv4/kernels/cuda/tensor_map.cuh"
 
 // One box to shared memory, and all of its bytes as they lie there to `out`.
@@ -16,19 +17,21 @@ __global__ void box(const __grid_constant__ TensorMap map, int x, int y, int byt
     mbarrier_wait(bar, 0);
     for (int i = threadIdx.x; i < bytes; i += blockDim.x) out[i] = memory[i];
 }
-extern "C" int conformance_box(const uint8_t* matrix, uint8_t* out, int element_bytes, int width, int height, int row_bytes, int box_width, int box_height,
-                               int swizzle, int x, int y, cudaStream_t stream) {
+extern "C" int conformance_box(const uint8_t* matrix, uint8_t* out, int element_bytes, int width, int height, int row_bytes, int box_width,
+                               int box_height, int swizzle, int x, int y, cudaStream_t stream) {
     TensorMap map;
-    const cudaError_t error = make_tensor_map(&map, element_bytes, matrix, width, height, row_bytes, box_width, box_height, static_cast<Swizzle>(swizzle));
+    const cudaError_t error =
+        make_tensor_map(&map, element_bytes, matrix, width, height, row_bytes, box_width, box_height, static_cast<Swizzle>(swizzle));
     if (error != cudaSuccess) return error;
     const int bytes = box_width * box_height * element_bytes;
     LAUNCH(box, dim3(1), dim3(64), bytes + 16, stream, map, x, y, bytes, out);
     return cudaGetLastError();
 }
 
-// out [64, N] = a [64, row] b [N, row]^T, rows of 32, 64 or 128 bytes by the swizzle (of 128 bytes in cells without one): tensor copies, then one product a
-// step of 32 bytes.
-template <int kind, int N> __global__ void warpgroup(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, Swizzle swizzle, float* out) {
+// out [64, N] = a [64, row] b [N, row]^T, rows of 32, 64 or 128 bytes by the swizzle (of 128 bytes in cells without one): tensor copies,
+// then one product a step of 32 bytes.
+template <int kind, int N>
+__global__ void warpgroup(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, Swizzle swizzle, float* out) {
 #if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
     DYN_SMEM(char, memory);
     grid_dependency_wait();
@@ -54,7 +57,8 @@ template <int kind, int N> __global__ void warpgroup(const __grid_constant__ Ten
     for (int k = 0; k < row / 32; k++) {
         const int a_step = cells ? k * 2 * 64 * 16 : k * 32, b_step = cells ? k * 2 * N * 16 : k * 32;
         const int group = cells ? 128 : 8 * row;
-        const uint64_t a_operand = wgmma_operand(a + a_step, swizzle, group, 64 * 16), b_operand = wgmma_operand(b + b_step, swizzle, group, N * 16);
+        const uint64_t a_operand = wgmma_operand(a + a_step, swizzle, group, 64 * 16),
+                       b_operand = wgmma_operand(b + b_step, swizzle, group, N * 16);
         if (kind == 0) wgmma_bf16(d, a_operand, b_operand);
         if (kind == 1) wgmma_f16(d, a_operand, b_operand);
         if (kind == 2) wgmma_e4m3(d, a_operand, b_operand);

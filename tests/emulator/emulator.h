@@ -72,7 +72,8 @@ void access(const void* address, size_t size, Access kind, unsigned alignment, c
 bool make_map(TensorMap* map, int element_bytes, const void* address, unsigned width, unsigned height, size_t row_bytes, unsigned box_width,
               unsigned box_height, Swizzle swizzle);
 void tensor_load(void* shared, const void* map, int x, int y, uint64_t* bar);
-// The lanes of `mask` meet, each with something of its own, and the last to come runs `combine` for all: lanes[i] is lane i's, null if absent.
+// The lanes of `mask` meet, each with something of its own, and the last to come runs `combine` for all: lanes[i] is lane i's, null if
+// absent.
 void meet(unsigned mask, void* mine, void (*combine)(void* const* lanes), bool orders_memory, const char* what, const char* file, int line);
 
 struct Four { uint32_t r[4]; };
@@ -125,7 +126,9 @@ template <class... Parameters, class... Arguments>
 void launch_kernel(const char* name, dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes, void (*kernel)(Parameters...),
                    Arguments... arguments) {
     auto body = [=] { kernel(arguments...); };
-    launch(name, grid, block, cluster, shared_bytes, [](const void* closure) { (*static_cast<const decltype(body)*>(closure))(); }, &body, sizeof body);
+    launch(
+        name, grid, block, cluster, shared_bytes, [](const void* closure) { (*static_cast<const decltype(body)*>(closure))(); }, &body,
+        sizeof body);
 }
 
 inline unsigned lane() { return linear_thread() % 32; }
@@ -135,7 +138,8 @@ inline void check_aligned(const void* address, unsigned alignment) {
 
 template <class T> struct Shuffle { T value; unsigned source; };
 // The value of lane `source`, or one's own if `source` is 32 (a shuffle past the end of its group).
-template <class T> EMU_UNCHECKED T shuffle(unsigned mask, T value, int offset, unsigned source, int width, const char* what, const char* file, int line) {
+template <class T>
+EMU_UNCHECKED T shuffle(unsigned mask, T value, int offset, unsigned source, int width, const char* what, const char* file, int line) {
     static_assert(sizeof(T) <= 8, "shuffles move 4 or 8 bytes a lane");
     if (width < 1 || width > 32 || (width & (width - 1))) fail("%s: width %d is no power of two up to 32", what, width);
     if (offset < 0 || offset > 31) fail("%s: %d is not in 0 to 31", what, offset);
@@ -145,7 +149,8 @@ template <class T> EMU_UNCHECKED T shuffle(unsigned mask, T value, int offset, u
     meet(mask, &mine, [](void* const* lanes) __attribute__((no_sanitize("thread"))) {
         T values[32] = {};
         for (int i = 0; i < 32; i++) if (lanes[i]) values[i] = static_cast<Shuffle<T>*>(lanes[i])->value;
-        for (int i = 0; i < 32; i++) if (lanes[i]) static_cast<Shuffle<T>*>(lanes[i])->value = values[static_cast<Shuffle<T>*>(lanes[i])->source];
+        for (int i = 0; i < 32; i++)
+            if (lanes[i]) static_cast<Shuffle<T>*>(lanes[i])->value = values[static_cast<Shuffle<T>*>(lanes[i])->source];
     }, false, what, file, line);
     return mine.value;
 }
@@ -215,8 +220,12 @@ template <class T> __forceinline__ T __shfl_up_sync(unsigned mask, T value, int 
 __forceinline__ unsigned __ballot_sync(unsigned mask, int predicate, EMU_SITE) {
     return emu::reduce<emu::Or>(mask, predicate ? 1u << emu::lane() : 0u, "__ballot_sync", file, line);
 }
-__forceinline__ int __any_sync(unsigned mask, int predicate, EMU_SITE) { return emu::reduce<emu::Or>(mask, int(predicate != 0), "__any_sync", file, line); }
-__forceinline__ int __all_sync(unsigned mask, int predicate, EMU_SITE) { return emu::reduce<emu::And>(mask, int(predicate != 0), "__all_sync", file, line); }
+__forceinline__ int __any_sync(unsigned mask, int predicate, EMU_SITE) {
+    return emu::reduce<emu::Or>(mask, int(predicate != 0), "__any_sync", file, line);
+}
+__forceinline__ int __all_sync(unsigned mask, int predicate, EMU_SITE) {
+    return emu::reduce<emu::And>(mask, int(predicate != 0), "__all_sync", file, line);
+}
 #define EMU_REDUCE(name, type, function) \
     __forceinline__ type name(unsigned mask, type value, EMU_SITE) { return emu::reduce<emu::function>(mask, value, #name, file, line); }
 EMU_REDUCE(__reduce_add_sync, unsigned, Sum)
@@ -264,7 +273,8 @@ template <class T> __forceinline__ T __ldcs(const T* p) { return *p; }
 template <class T> __forceinline__ void __stcs(T* p, T value) { *p = value; }
 template <class T> __forceinline__ void __stcg(T* p, T value) { *p = value; }
 
-// Arithmetic. Exactly rounded here where x86-64's libm is; rsqrtf, __expf, __logf and __fdividef are good to about 2 units in the last place on a GPU.
+// Arithmetic. Exactly rounded here where x86-64's libm is; rsqrtf, __expf, __logf and __fdividef are good to about 2 units in the last
+// place on a GPU.
 #define EMU_MINMAX(type)                                            \
     inline type min(type a, type b) { return b < a ? b : a; }       \
     inline type max(type a, type b) { return a < b ? b : a; }
@@ -295,13 +305,21 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }
-template <class To, class From> EMU_UNCHECKED To emu_bits(From x) { To y; static_assert(sizeof y == sizeof x, ""); memcpy(&y, &x, sizeof y); return y; }
+template <class To, class From>
+EMU_UNCHECKED To emu_bits(From x) {
+    To y;
+    static_assert(sizeof y == sizeof x, "");
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
 inline unsigned __float_as_uint(float x) { return emu_bits<unsigned>(x); }
 inline float __uint_as_float(unsigned bits) { return emu_bits<float>(bits); }
 inline int __float_as_int(float x) { return emu_bits<int>(x); }
 inline float __int_as_float(int bits) { return emu_bits<float>(bits); }
 // To an integer: NaN becomes 0 and values beyond the range its ends.
-inline int __float2int_rn(float x) { return x >= 0x1p31f ? 0x7fffffff : x <= -0x1p31f ? int(0x80000000u) : x == x ? int(nearbyintf(x)) : 0; }
+inline int __float2int_rn(float x) {
+    return x >= 0x1p31f ? 0x7fffffff : x <= -0x1p31f ? int(0x80000000u) : x == x ? int(nearbyintf(x)) : 0;
+}
 inline int __float2int_rz(float x) { return __float2int_rn(truncf(x)); }
 inline int __float2int_rd(float x) { return __float2int_rn(floorf(x)); }
 inline int __float2int_ru(float x) { return __float2int_rn(ceilf(x)); }
@@ -341,12 +359,13 @@ inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short x) { return {x}; }
 
 // ---- What cuda/ptx.cuh names, which also says what each does and how fragments are laid out.
 
-// Products are exact. They are added in fp32 to c one after the other, k = 0 first; a GPU adds several at once and may differ in the last bits.
-#define EMU_MMA(name, values)                                                                                                       \
-    __forceinline__ void name(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], EMU_SITE) {                                     \
-        const emu::Sums sums = emu::mma(emu::Values::values, {{c[0], c[1], c[2], c[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}},    \
-                                        #name, file, line);                                                                         \
-        c[0] = sums.c[0], c[1] = sums.c[1], c[2] = sums.c[2], c[3] = sums.c[3];                                                     \
+// Products are exact. They are added in fp32 to c one after the other, k = 0 first; a GPU adds several at once and may differ in the last
+// bits.
+#define EMU_MMA(name, values)                                                                                                     \
+    __forceinline__ void name(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], EMU_SITE) {                          \
+        const emu::Sums sums =                                                                                                    \
+            emu::mma(emu::Values::values, {{c[0], c[1], c[2], c[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, #name, file, line); \
+        c[0] = sums.c[0], c[1] = sums.c[1], c[2] = sums.c[2], c[3] = sums.c[3];                                                   \
     }
 EMU_MMA(mma_bf16, kBf16)
 EMU_MMA(mma_f16, kF16)
@@ -363,7 +382,9 @@ EMU_LDMATRIX(ldmatrix_x2, 2, false)
 EMU_LDMATRIX(ldmatrix_x4_trans, 4, true)
 EMU_LDMATRIX(ldmatrix_x2_trans, 2, true)
 #undef EMU_LDMATRIX
-__forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4], EMU_SITE) { emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, "stmatrix_x4", file, line); }
+__forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4], EMU_SITE) {
+    emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, "stmatrix_x4", file, line);
+}
 
 __forceinline__ void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global); }
 __forceinline__ void cp_async_commit() { emu::cp_async_commit(); }
@@ -374,13 +395,18 @@ __forceinline__ void mbarrier_fence_init() { emu::mbarrier_fence(); }
 __forceinline__ void mbarrier_expect(uint64_t* bar, unsigned bytes) { emu::mbarrier_arrive(bar, bytes, "mbarrier_expect"); }
 __forceinline__ void mbarrier_arrive(uint64_t* bar) { emu::mbarrier_arrive(bar, 0, "mbarrier_arrive"); }
 __forceinline__ void mbarrier_wait(uint64_t* bar, unsigned parity, EMU_SITE) { emu::mbarrier_wait(bar, parity, file, line); }
-__forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar) { emu::bulk_load(shared, global, bytes, bar); }
-__forceinline__ void bulk_load_keep(void* shared, const void* global, unsigned bytes, uint64_t* bar) { emu::bulk_load(shared, global, bytes, bar); }
+__forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar) {
+    emu::bulk_load(shared, global, bytes, bar);
+}
+__forceinline__ void bulk_load_keep(void* shared, const void* global, unsigned bytes, uint64_t* bar) {
+    emu::bulk_load(shared, global, bytes, bar);
+}
 __forceinline__ void fence_async_shared() { emu::fence_async(); }
 
-inline cudaError_t make_tensor_map(TensorMap* map, int element_bytes, const void* address, unsigned width, unsigned height, size_t row_bytes,
-                                   unsigned box_width, unsigned box_height, Swizzle swizzle) {
-    return emu::make_map(map, element_bytes, address, width, height, row_bytes, box_width, box_height, swizzle) ? cudaSuccess : cudaErrorInvalidValue;
+inline cudaError_t make_tensor_map(TensorMap* map, int element_bytes, const void* address, unsigned width, unsigned height,
+                                   size_t row_bytes, unsigned box_width, unsigned box_height, Swizzle swizzle) {
+    return emu::make_map(map, element_bytes, address, width, height, row_bytes, box_width, box_height, swizzle) ? cudaSuccess
+                                                                                                                : cudaErrorInvalidValue;
 }
 __forceinline__ void tensor_load(void* shared, const void* map, int x, int y, uint64_t* bar) { emu::tensor_load(shared, map, x, y, bar); }
 
@@ -406,9 +432,11 @@ EMU_WGMMA(wgmma_e4m3, kE4m3)
 
 __forceinline__ uint64_t tensor_operand(const void* first, Swizzle swizzle, unsigned group_bytes, unsigned cell_bytes = 16) {
     const uint64_t code = swizzle == Swizzle::kNone ? 0 : 8 - 2 * unsigned(swizzle);
-    return emu::operand(first, code << 61 | uint64_t(1) << 46 | uint64_t(group_bytes >> 4 & 0x3fff) << 32 | uint64_t(cell_bytes >> 4 & 0x3fff) << 16);
+    return emu::operand(
+        first, code << 61 | uint64_t(1) << 46 | uint64_t(group_bytes >> 4 & 0x3fff) << 32 | uint64_t(cell_bytes >> 4 & 0x3fff) << 16);
 }
-constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4, kTensorNvfp4 = 1u << 27 | 1u << 10 | 1u << 7;
+constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4,
+                   kTensorNvfp4 = 1u << 27 | 1u << 10 | 1u << 7;
 constexpr uint32_t tensor_shape(uint32_t kind, unsigned columns) { return kind | columns / 8 << 17; }
 __forceinline__ void tensor_alloc(uint32_t* shared, unsigned columns, EMU_SITE) { emu::tensor_alloc(shared, columns, file, line); }
 __forceinline__ void tensor_relinquish(EMU_SITE) { emu::tensor_relinquish(file, line); }
@@ -449,7 +477,9 @@ __forceinline__ unsigned cluster_size() { return emu::cluster_size(); }
 __forceinline__ void cluster_sync(EMU_SITE) { emu::cluster_sync(file, line); }
 template <class T> __forceinline__ T* cluster_map(T* shared, unsigned rank) { return static_cast<T*>(emu::cluster_map(shared, rank)); }
 
-__forceinline__ uint32_t pack_bf16(float lo, float hi) { return __float2bfloat16_rn(lo).bits | uint32_t(__float2bfloat16_rn(hi).bits) << 16; }
+__forceinline__ uint32_t pack_bf16(float lo, float hi) {
+    return __float2bfloat16_rn(lo).bits | uint32_t(__float2bfloat16_rn(hi).bits) << 16;
+}
 __forceinline__ float bf16_lo(uint32_t pair) { return __uint_as_float(pair << 16); }
 __forceinline__ float bf16_hi(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 namespace emu {
@@ -460,7 +490,8 @@ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 }
 __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, b, 0x80008000u); }  // plus -0, which changes no product
 __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {  // a product of two f16 is exact in fp32
-    return emu::both_halves([=](int i) { return emu::float_to_half(emu::half_to_float(uint16_t(a >> i)) * emu::half_to_float(uint16_t(b >> i))); });
+    return emu::both_halves(
+        [=](int i) { return emu::float_to_half(emu::half_to_float(uint16_t(a >> i)) * emu::half_to_float(uint16_t(b >> i))); });
 }
 __forceinline__ uint8_t to_e4m3(float x) { return emu::float_to_e4m3(x); }
 __forceinline__ float from_e4m3(uint8_t x) { return emu::e4m3_to_float(x); }

@@ -114,11 +114,8 @@ def run_on_gpu(kernel: launch.Kernel, values: list, offsets: dict[str, int] | No
     if error := function(*guarded.arguments, torch.cuda.current_stream(device).cuda_stream):
         return error
     torch.cuda.synchronize(device)
+    guarded.check_surroundings()
     guarded.copy_back()
-    for (name, _, _, view), memory in zip(guarded.tensors, guarded.memory, strict=True):
-        first = view.storage_offset()
-        if not (memory[:first] == 0xFF).all() or not (memory[first + view.numel():] == 0xFF).all():
-            raise EmulatorError(f"{kernel.name}: wrote outside {name}")
     return 0
 
 
@@ -126,6 +123,7 @@ class Guarded:
     """A call's arguments, each tensor copied to memory of its own with GUARD unused bytes of 0xFF around it."""
 
     def __init__(self, kernel: launch.Kernel, values: list, offsets: dict[str, int], device: torch.device):
+        self.name = kernel.name
         self.arguments: list = []
         self.tensors: list[tuple] = []  # name, kind, the caller's tensor, its copy as bytes; HOST tensors are not among them
         self.memory: list[torch.Tensor] = []
@@ -142,6 +140,13 @@ class Guarded:
             self.arguments.append(view.data_ptr())
             self.tensors.append((name, kind, value, view))
             self.memory.append(memory)
+
+    def check_surroundings(self) -> None:
+        """Raises EmulatorError if anything around a tensor is no longer 0xFF. (The emulator has seen each access; a GPU has not.)"""
+        for (name, _, _, view), memory in zip(self.tensors, self.memory, strict=True):
+            first = view.storage_offset()
+            if (memory[:first] != 0xFF).any() or (memory[first + view.numel():] != 0xFF).any():
+                raise EmulatorError(f"{self.name}: wrote outside {name}")
 
     def copy_back(self) -> None:
         """What the kernel may have written, to the caller's tensors."""

@@ -2,24 +2,43 @@
 #include "../../dsv4/kernels/cuda/common.cuh"
 
 enum Fault {
-    kNone, kReadPastEnd, kReadBefore, kWritePastEnd, kWriteInput, kReadOutput, kSkipOutput, kFarRead, kStraddle, kUnaligned,          // global memory
-    kSharedPastEnd, kSharedUnwritten, kSharedStale,                                                                    // shared memory
-    kRaceWrites, kRaceReadThenWrite, kRaceShuffle, kRaceAtomic, kRaceAtomicAfterPlain, kRaceNamed,                       // races
-    kMissingBarrier, kEarlyReturn, kTwoPlaces, kNamedShort, kNamedCounts, kNamedUneven, kNamedId, kSpin,               // barriers
-    kShuffle32, kLaneOutsideMask, kNotInMask, kDivergentWarp, kDifferentCollectives, kMissingLane, kLastWarp,          // warps
-    kMisaligned, kTooManyThreads, kTooMuchShared,                                                                      // launch
-    kReadBeforeGridWait, kWriteBeforeGridWait, kNoGridWait, kGlobalWrites, kGlobalReadThenWrite, kGlobalOtherBlock, kGlobalPlainAndAtomic, kReadOnlyWritten, kLdgWritten,  // grid
-    kMmaHalfWarp, kMmaTwoPlaces, kLdmatrixMisaligned, kLdmatrixUnwritten, kLdmatrixGlobal, kLdmatrixRace, kStmatrixRace,           // matrices
-    kAsyncNoWait, kAsyncFewGroups, kAsyncUncommitted, kAsyncNoBarrier, kAsyncReuse, kAsyncMisaligned, kAsyncSource,                  // cp.async
-    kBulkNoWait, kBulkReuse, kBulkNotAwaited, kBulkUnfenced, kBulkAfterStore, kBulkSize, kBulkMisaligned, kBulkSource, kBulkPastEnd,                 // bulk copies
-    kMbarrierNone, kMbarrierOverwritten, kMbarrierNoBarrier, kMbarrierParity, kMbarrierEarly, kMbarrierArrivals, kMbarrierExpect, kMbarrierBytes,
-    kMbarrierTwice, kMbarrierMisaligned,
-    kClusterNoSync, kClusterRank, kClusterExited, kClusterMissing,                                                              // clusters
+    // global memory
+    kNone, kReadPastEnd, kReadBefore, kWritePastEnd, kWriteInput, kReadOutput, kSkipOutput, kFarRead, kStraddle, kUnaligned,
+    // shared memory
+    kSharedPastEnd, kSharedUnwritten, kSharedStale,
+    // races
+    kRaceWrites, kRaceReadThenWrite, kRaceShuffle, kRaceAtomic, kRaceAtomicAfterPlain, kRaceNamed,
+    // barriers
+    kMissingBarrier, kEarlyReturn, kTwoPlaces, kNamedShort, kNamedCounts, kNamedUneven, kNamedId, kSpin,
+    // warps
+    kShuffle32, kLaneOutsideMask, kNotInMask, kDivergentWarp, kDifferentCollectives, kMissingLane, kLastWarp,
+    // launch
+    kMisaligned, kTooManyThreads, kTooMuchShared,
+    // the grid, and dependent launches
+    kReadBeforeGridWait, kWriteBeforeGridWait, kNoGridWait, kGlobalWrites, kGlobalReadThenWrite, kGlobalOtherBlock,
+    kGlobalPlainAndAtomic, kReadOnlyWritten, kLdgWritten,
+    // matrices
+    kMmaHalfWarp, kMmaTwoPlaces, kLdmatrixMisaligned, kLdmatrixUnwritten, kLdmatrixGlobal, kLdmatrixRace, kStmatrixRace,
+    // cp.async
+    kAsyncNoWait, kAsyncFewGroups, kAsyncUncommitted, kAsyncNoBarrier, kAsyncReuse, kAsyncReuseLate, kAsyncMisaligned, kAsyncSource,
+    // bulk copies
+    kBulkNoWait, kBulkOtherWait, kBulkReuse, kBulkNotAwaited, kBulkUnfenced, kBulkAfterStore, kBulkSize, kBulkMisaligned, kBulkSource,
+    kBulkPastEnd,
+    // mbarriers
+    kMbarrierNone, kMbarrierOverwritten, kMbarrierNoBarrier, kMbarrierParity, kMbarrierEarly, kMbarrierArrivals, kMbarrierExpect,
+    kMbarrierBytes, kMbarrierTwice, kMbarrierMisaligned,
+    // clusters
+    kClusterNoSync, kClusterRank, kClusterExited, kClusterMissing,
+    // a named barrier with other participants
     kNamedReused,
-    kTensorNoMap, kTensorMisaligned, kTensorPastEnd,                                                                          // tensor copies
-    kWgmmaNoFence, kWgmmaNoWait, kWgmmaNoProxyFence, kWgmmaUnwritten, kWgmmaOverwritten, kWgmmaOneWarpLess, kWgmmaFewThreads, kWgmmaLanesDiffer,
-    kTensorColumns, kTensorNotAllocated, kTensorNotFreed, kTensorNoCommit, kTensorNotAwaited, kTensorVersion, kTensorShape, kTensorLanes, kTensorUnwritten,
-    kTensorOverwritten,                                                                                                        // tensor memory
+    // tensor copies
+    kTensorNoMap, kTensorMisaligned, kTensorPastEnd,
+    // wgmma
+    kWgmmaNoFence, kWgmmaNoWait, kWgmmaNoProxyFence, kWgmmaUnwritten, kWgmmaOverwritten, kWgmmaOneWarpLess, kWgmmaFewThreads,
+    kWgmmaLanesDiffer,
+    // tensor memory
+    kTensorColumns, kTensorNotAllocated, kTensorNotFreed, kTensorNoCommit, kTensorNotAwaited, kTensorVersion, kTensorShape,
+    kTensorLanes, kTensorUnwritten, kTensorOverwritten,
 };
 
 struct __attribute__((packed)) Unaligned { float value; };  // an access that promises no alignment
@@ -150,7 +169,8 @@ __global__ void global_memory(const float* x, float* out, int fault) {
     }
     if (fault == kGlobalOtherBlock && blockIdx.x == 1) v = out[t];
     if (fault == kGlobalPlainAndAtomic && t == 0) atomicAdd(out, 1.0f);  // block 0's own thread 0 wrote it plainly, before block 1 adds
-    if (fault == kReadOnlyWritten) v = load_stream(out + i / 4 * 4).x;  // of the same thread's or the barrier's other side: ordered, and yet
+    if (fault == kReadOnlyWritten)
+        v = load_stream(out + i / 4 * 4).x;  // of the same thread's or the barrier's other side: ordered, and yet
     if (fault == kLdgWritten) v = __ldg(out + i);
     if (v == 12345.0f) out[i] = v;
 }
@@ -186,6 +206,12 @@ __global__ void async_copies(const float* x, float* out, int fault) {
         __syncthreads();
         if (row[63 - t] == 12345.0f) return;
     }
+    if (fault == kAsyncReuseLate) {  // the reads of warp 1 are over when warp 0 copies, and nothing says so
+        row[t] = x[t];
+        __syncthreads();
+        for (int i = 0; i < 8 && t < 32; i++) __syncwarp();
+        if (t >= 32 && row[t - 32] == 12345.0f) return;
+    }
     if (t < 16) {
         cp_async_16(row + t * 4 + (fault == kAsyncMisaligned), x + t * 4 + (fault == kAsyncSource ? 128 : 0));
         cp_async_commit();
@@ -196,6 +222,25 @@ __global__ void async_copies(const float* x, float* out, int fault) {
     }
     if (fault != kAsyncNoBarrier) __syncthreads();
     out[t] = row[t] + row[64 + t];
+}
+
+// Two bulk copies with an mbarrier each; all wait for the second, and read the first.
+__global__ void two_copies(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    grid_dependency_wait();
+    uint64_t* bars = reinterpret_cast<uint64_t*>(row + 128);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) mbarrier_init(bars + i, 1);
+        mbarrier_fence_init();
+        for (int i = 0; i < 2; i++) {
+            mbarrier_expect(bars + i, 256);
+            bulk_load(row + 64 * i, x, 256, bars + i);
+        }
+    }
+    __syncthreads();
+    if (fault != kBulkOtherWait) mbarrier_wait(bars, 0);
+    mbarrier_wait(bars + 1, 0);
+    out[threadIdx.x] = row[threadIdx.x];
 }
 
 // A ring of one slot: thread 0 copies x [64] to it twice; threads 32 to 63 add it up and say when they have left it.
@@ -221,7 +266,8 @@ __global__ void ring(const float* x, float* out, int fault) {
             if (fault != kBulkReuse) mbarrier_wait(empty, (round & 1) ^ (fault != kMbarrierParity));
             else if (round) mbarrier_wait(full, 0);  // the bytes have come; whether they have been read, it does not say
             mbarrier_expect(full, fault == kMbarrierBytes ? 512 : fault == kMbarrierExpect ? 1 << 20 : 256);
-            bulk_load(row + (fault == kBulkMisaligned) + (fault == kBulkPastEnd ? 8 : 0), x + (fault == kBulkSource ? 128 : 0), fault == kBulkSize ? 250 : 256, full);
+            bulk_load(row + (fault == kBulkMisaligned) + (fault == kBulkPastEnd ? 8 : 0), x + (fault == kBulkSource ? 128 : 0),
+                      fault == kBulkSize ? 250 : 256, full);
             if (fault == kMbarrierArrivals) mbarrier_arrive(full);
         }
     float sum = 0;
@@ -249,8 +295,8 @@ __global__ void cluster(const float* x, float* out, int fault) {
     cluster_sync();  // nobody leaves while its memory may be read
 }
 
-// Warp 3 waits at barrier 1 for warp 0's first arrival. Before it reads, warps 0 and 1 have used the barrier twice more, and warp 0 has written
-// what warp 3 reads: nothing orders the two.
+// Warp 3 waits at barrier 1 for warp 0's first arrival. Before it reads, warps 0 and 1 have used the barrier twice more, and warp 0 has
+// written what warp 3 reads: nothing orders the two.
 __global__ void reused(const float* x, float* out, int fault) {
     DYN_SMEM(float, row);
     grid_dependency_wait();
@@ -314,6 +360,8 @@ __global__ void product(const float* x, float* out, int fault) {
     if (fault == kWgmmaOverwritten && t == 0) rows[0] = source[1];
     if (fault != kWgmmaNoWait) wgmma_wait<0>();
     if (t < 64) out[t] = d[0];
+    __syncthreads();
+    if (fault == kNone && t == 0) rows[0] = source[1];  // which the products have read, and all have waited for them
 }
 
 // A product of 128 rows by 16 columns in tensor memory, of rows of 32 bytes, which the threads write themselves.
@@ -370,6 +418,7 @@ extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStr
     else if (fault >= kTensorNoMap) return launch_tensor(x, out, fault, stream);
     else if (fault == kNamedReused) LAUNCH(reused, dim3(1), dim3(128), bytes, stream, x, out, fault);
     else if (fault >= kClusterNoSync) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes, stream, x, out, fault);
+    else if (fault == kBulkOtherWait) LAUNCH(two_copies, dim3(1), dim3(n), 2 * bytes + 16, stream, x, out, fault);
     else if (fault >= kBulkNoWait) LAUNCH(ring, dim3(1), dim3(n), bytes + 16, stream, x, out, fault);
     else if (fault >= kAsyncNoWait) LAUNCH(async_copies, dim3(1), dim3(n), 2 * bytes, stream, x, out, fault);
     else if (fault >= kMmaHalfWarp) LAUNCH(matrices, dim3(1), dim3(n), n * 16, stream, x, out, fault);
@@ -408,6 +457,7 @@ extern "C" int right_forms(const float* x, float* out, int which, cudaStream_t s
     if (which == 5) LAUNCH(reused, dim3(1), dim3(128), bytes, stream, x, out, fault);
     if (which == 6) return launch_tensor(x, out, fault, stream);
     if (which == 7) LAUNCH(product, dim3(1), dim3(128), 144 * 16, stream, x, out, fault);
+    if (which == 9) LAUNCH(two_copies, dim3(1), dim3(n), 2 * bytes + 16, stream, x, out, fault);
     if (which == 8) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
     return cudaGetLastError();
 }

@@ -70,8 +70,9 @@ constexpr unsigned kPoison = 0xFF;            // NaN as fp32 and bf16, -1 as an 
 constexpr long kMaxBytes = (1 << 20) - 1;     // what an mbarrier can expect
 constexpr uint64_t kMbarrier = 0x6d62617272696572;  // the bytes of an mbarrier, xor its address
 
-// ---- What threads know of each other. A thread's life is cut into stretches, from one release (an arrival at a barrier) to the next. A clock
-// has at [u] the last stretch of thread u that is known to be over; null: nothing is known. Shared, as a barrier gives all its threads the same.
+// ---- What threads know of each other. A thread's life is cut into stretches, from one release (an arrival at a barrier) to the next. A
+// clock has at [u] the last stretch of thread u that is known to be over; null: nothing is known. Shared, as a barrier gives all its
+// threads the same.
 using Clock = std::shared_ptr<const std::vector<uint32_t>>;
 
 bool covers(const Clock& a, const Clock& b) {
@@ -171,7 +172,7 @@ constexpr uint16_t kInFlight = 0xFFFF;                       // in place of a th
 struct Touch {
     uint32_t earlier, stretch, place;
     uint16_t thread, atomic : 1, length : 15;  // of the chain
-    uint16_t pipe = 0;                         // 1 + the thread that started it, of a product in tensor memory: one thread's follow each other
+    uint16_t pipe = 0;  // 1 + the thread that started it, of a product in tensor memory: one thread's follow each other
 };
 
 struct Region {  // memory that a kernel may touch
@@ -239,7 +240,8 @@ uint32_t launch_first = kFirstTouch;                      // the first touch of 
 std::vector<std::pair<uint32_t, dim3>> clusters_begun;    // the first touch of each cluster of this launch, and its first block
 uint32_t versions = 0;
 
-// Bytes with one history are many, so what an access makes of a chain is remembered: direct-mapped, by the chain, the thread's version and the access.
+// Bytes with one history are many, so what an access makes of a chain is remembered: direct-mapped, by the chain, the thread's version and
+// the access.
 struct Memo { uint32_t chain, version, access, result; };
 constexpr size_t kMemos = 8192;
 Memo additions[kMemos], orders[kMemos];
@@ -316,15 +318,19 @@ bool ordered(uint32_t number) {
     const Touch& t = touches[number];
     std::string who;
     const unsigned threads = block_size.x * block_size.y * block_size.z;
-    if (t.thread == kInFlight) who = say("a %s in flight %s, with no wait for it between", *did == 'r' || t.pipe ? "product" : "copy", *did == 'r' ? "reads" : "writes");
+    if (t.thread == kInFlight)
+        who = say("a %s in flight %s, with no wait for it between", *did == 'r' || t.pipe ? "product" : "copy",
+                  *did == 'r' ? "reads" : "writes");
     else if (number < clusters_begun.back().first) {
         auto next = std::upper_bound(clusters_begun.begin(), clusters_begun.end(), number, [](uint32_t n, auto& c) { return n < c.first; });
         dim3 b = next[-1].second;
-        who = say("thread %u of block (%u,%u,%u) %s: nothing orders the blocks of a launch", t.thread % threads, b.x + t.thread / threads, b.y, b.z, did);
+        who = say("thread %u of block (%u,%u,%u) %s: nothing orders the blocks of a launch", t.thread % threads, b.x + t.thread / threads,
+                  b.y, b.z, did);
     } else if (t.thread >= cluster.fibers.size()) who = say("a bulk copy wrote, with no wait for its mbarrier between");
     else if (cluster.blocks.size() > 1) {
         const Fiber& f = cluster.fibers[t.thread];
-        who = say("thread %u of block (%u,%u,%u) %s with no barrier between", f.linear, f.block->index.x, f.block->index.y, f.block->index.z, did);
+        who = say("thread %u of block (%u,%u,%u) %s with no barrier between", f.linear, f.block->index.x, f.block->index.y,
+                  f.block->index.z, did);
     } else who = say("thread %u %s with no barrier between", t.thread, did);
     fail("%s of %s %zu of %s, which %s: @+0x%x, @+0x%x", verb(kind), r.unit, byte, r.name.c_str(), who.c_str(), place, t.place);
 }
@@ -344,8 +350,8 @@ void check_order(uint32_t chain, const Region& r, size_t byte, Access kind, cons
     m = {chain, current->version, atomic, 0};
 }
 
-// The chain without what a later access cannot race with alone: touches that are known to come before the current one, and all but the newest of
-// one thread. A plain write stays below atomic ones. Touches of other clusters keep their numbers.
+// The chain without what a later access cannot race with alone: touches that are known to come before the current one, and all but the
+// newest of one thread. A plain write stays below atomic ones. Touches of other clusters keep their numbers.
 uint32_t pruned(uint32_t chain, bool keep_plain) {
     static std::vector<uint32_t> kept, seen;  // seen[2 thread + atomic]: the call that met it
     static uint32_t call = 0;
@@ -392,7 +398,8 @@ uint32_t with_access(uint32_t chain, Access kind, uint32_t place) {
 }
 
 // An access of the current thread to bytes of one history: their new numbers.
-__attribute__((always_inline)) inline void meet_history(uint32_t& writes, uint32_t& reads, const Region& r, size_t byte, Access kind, uint32_t place) {
+__attribute__((always_inline)) inline void meet_history(uint32_t& writes, uint32_t& reads, const Region& r, size_t byte, Access kind,
+                                                        uint32_t place) {
     if (kind == Access::kWrite) {
         const bool again = !reads && writes >= clusters_begun.back().first && touches[writes].thread == current->id &&
                            touches[writes].stretch == current->stretch && touches[writes].length == 1 && !touches[writes].atomic;
@@ -462,8 +469,8 @@ Region* find(uintptr_t a) {
 }
 
 __attribute__((noinline)) void before_grid_wait(const Region& r, Access kind, uint32_t place) {
-    fail("%s of %s before grid_dependency_wait(): the kernel before may still be running (only a WEIGHT may be read) @+0x%x", verb(kind), r.name.c_str(),
-         place);
+    fail("%s of %s before grid_dependency_wait(): the kernel before may still be running (only a WEIGHT may be read) @+0x%x", verb(kind),
+         r.name.c_str(), place);
 }
 
 __attribute__((always_inline)) inline void check_region(Region& r, uintptr_t a, size_t size, Access kind, uint32_t place) {
@@ -503,15 +510,15 @@ Region& shared_range(const void* address, size_t bytes, unsigned alignment, cons
     return s;
 }
 
-// ---- Asynchronous copies: the bytes move as late as the kernel allows. Until then the target is poison that belongs to nobody. What is in flight
-// is a touch of no thread; when somebody has waited for it, that same touch becomes one of the thread, or of the mbarrier's phase.
+// ---- Asynchronous copies: the bytes move as late as the kernel allows. Until then the target is poison that belongs to nobody. What is in
+// flight is a touch of no thread; when somebody has waited for it, that same touch becomes one of the thread, or of the mbarrier's phase.
 
 // Loads through the read-only path, and the copy engine's, do not see what this launch has written with ordinary stores.
 void check_not_written(const Region& r, uintptr_t a, size_t bytes, const char* what, uint32_t place) {
     for (size_t i = a - r.begin; r.writable && i < a - r.begin + bytes; i++)
         if (r.writes[i] >= launch_first && r.writes[i] >= kFirstTouch)
-            fail("%s of byte %zu of %s, which this launch has written: it may see the old value: @+0x%x, @+0x%x", what, i, r.name.c_str(), place,
-                 touches[r.writes[i]].place);
+            fail("%s of byte %zu of %s, which this launch has written: it may see the old value: @+0x%x, @+0x%x", what, i, r.name.c_str(),
+                 place, touches[r.writes[i]].place);
 }
 
 // Writes of threads that the copy engine is to follow need a fence, by the writer or by the thread that starts the copy.
@@ -558,7 +565,8 @@ Mbarrier& mbarrier_at(uint64_t* bar, const char* what, uint32_t place) {
     Region& s = shared_range(bar, 8, 8, what, place);
     uintptr_t a = reinterpret_cast<uintptr_t>(bar);
     if (*bar != (kMbarrier ^ a) || !cluster.mbarriers.count(a))
-        fail("%s: no mbarrier at byte %zu of shared memory: mbarrier_init has not run, or it was written over @+0x%x", what, size_t(a - s.begin), place);
+        fail("%s: no mbarrier at byte %zu of shared memory: mbarrier_init has not run, or it was written over @+0x%x", what,
+             size_t(a - s.begin), place);
     track(s, a - s.begin, 8, Access::kAtomic, place);
     return cluster.mbarriers[a];
 }
@@ -680,7 +688,8 @@ void prepare_cluster(dim3 first, unsigned blocks, size_t shared_bytes) {
         b.products.assign((n + 31) / 32, {});
         b.tensor.reset();
         b.shared.name = "shared memory";
-        b.shared.begin = (reinterpret_cast<uintptr_t>(arena.get()) + kGuard + 1023) / 1024 * 1024 + rank * (kGuard + (shared_bytes + 1023) / 1024 * 1024);
+        b.shared.begin = (reinterpret_cast<uintptr_t>(arena.get()) + kGuard + 1023) / 1024 * 1024 +
+                         rank * (kGuard + (shared_bytes + 1023) / 1024 * 1024);
         b.shared.end = b.shared.begin + shared_bytes;
         b.shared.writable = b.shared.shared = true;
         b.shared.writes.assign(shared_bytes, kNobody);
@@ -726,16 +735,20 @@ void run_cluster() {
     for (auto& f : cluster.fibers)
         if (!f.started.empty()) return give_up(719, say("thread %u ends with products in tensor memory that no commit follows", f.linear));
     for (auto& b : cluster.blocks)
-        if (b->tensor && std::count(b->tensor->used, b->tensor->used + kColumns, true)) return give_up(719, "the block ends with tensor memory allocated");
+        if (b->tensor && std::count(b->tensor->used, b->tensor->used + kColumns, true))
+            return give_up(719, "the block ends with tensor memory allocated");
     for (auto& b : cluster.blocks)
         for (size_t w = 0; w < b->products.size(); w++) {
             const Products &mine = b->products[w], &first = b->products[w / 4 * 4];
             if (mine.count != first.count)
-                return give_up(719, say("warp %zu has begun %u products of its warpgroup, warp %zu %u", w, mine.count, w / 4 * 4, first.count));
-            if (!mine.open.empty() || !mine.groups.empty()) return give_up(719, say("warp %zu ends with products in flight: no wgmma_wait<0>()", w));
+                return give_up(719,
+                               say("warp %zu has begun %u products of its warpgroup, warp %zu %u", w, mine.count, w / 4 * 4, first.count));
+            if (!mine.open.empty() || !mine.groups.empty())
+                return give_up(719, say("warp %zu ends with products in flight: no wgmma_wait<0>()", w));
         }
     if (!cluster.copies.empty())
-        give_up(719, say("all threads have ended, and %zu bulk copies into their shared memory have not: nobody waited for them", cluster.copies.size()));
+        give_up(719, say("all threads have ended, and %zu bulk copies into their shared memory have not: nobody waited for them",
+                         cluster.copies.size()));
 }
 }  // namespace
 
@@ -768,7 +781,8 @@ static bool come(Meeting& m, unsigned mask, void* mine, const char* what, const 
     const unsigned me = current->linear % 32;
     if (!m.arrived) { m.what = what; m.file = file; m.line = line; m.first = current->linear; }
     if (m.line != line || (m.file != file && strcmp(m.file, file)) || (m.what != what && strcmp(m.what, what)))
-        fail("divergent warp: %s at %s:%d, but thread %u came to %s at %s:%d", what, base_name(file), line, m.first, m.what, base_name(m.file), m.line);
+        fail("divergent warp: %s at %s:%d, but thread %u came to %s at %s:%d", what, base_name(file), line, m.first, m.what,
+             base_name(m.file), m.line);
     m.lanes[me] = mine;
     m.arrived |= 1u << me;
     return m.arrived == mask;
@@ -783,7 +797,8 @@ void meet(unsigned mask, void* mine, void (*combine)(void* const*), bool orders_
     const unsigned me = current->linear % 32, warp = current->linear / 32;
     if (!(mask >> me & 1)) fail("%s: lane %u is not in its own mask 0x%08x", what, me, mask);
     const unsigned present = block_size.x * block_size.y * block_size.z - warp * 32;
-    if (present < 32 && mask >> present) fail("%s: mask 0x%08x names lanes that the block's last warp of %u threads does not have", what, mask, present);
+    if (present < 32 && mask >> present)
+        fail("%s: mask 0x%08x names lanes that the block's last warp of %u threads does not have", what, mask, present);
     // Lanes of overlapping masks may still be on their way to this one, so each mask has a meeting of its own.
     Block& block = *current->block;
     Meeting& m = mask == ~0u ? block.warps[warp] : block.parts[{warp, mask}];
@@ -810,8 +825,14 @@ static void end_barrier(Barrier& b) {
 
 void sync_block(const char* file, int line) {
     Barrier& b = current->block->barriers[0];
-    if (b.arrived == 0) { b.expected = block_size.x * block_size.y * block_size.z; b.file = file; b.line = line; b.first = current->linear; }
-    if (!b.file) fail("divergent barrier 0: __syncthreads at %s:%d, but thread %u came to bar_sync or bar_arrive", base_name(file), line, b.first);
+    if (b.arrived == 0) {
+        b.expected = block_size.x * block_size.y * block_size.z;
+        b.file = file;
+        b.line = line;
+        b.first = current->linear;
+    }
+    if (!b.file)
+        fail("divergent barrier 0: __syncthreads at %s:%d, but thread %u came to bar_sync or bar_arrive", base_name(file), line, b.first);
     if (b.line != line || strcmp(b.file, file))
         fail("divergent barrier: __syncthreads at %s:%d, but thread %u came to the one at %s:%d", base_name(file), line, b.first,
              base_name(b.file), b.line);
@@ -875,11 +896,13 @@ Sums mma(Values values, Fragments mine, const char* what, const char* file, int 
     void (*combine)(void* const*) = nullptr;
     if (values == Values::kBf16)
         combine = [](void* const* lanes) {
-            multiply<16>(reinterpret_cast<Fragments* const*>(lanes), [](uint32_t r, int j) { return bits_as<float>(j ? r & 0xffff0000u : r << 16); });
+            multiply<16>(reinterpret_cast<Fragments* const*>(lanes),
+                         [](uint32_t r, int j) { return bits_as<float>(j ? r & 0xffff0000u : r << 16); });
         };
     else if (values == Values::kF16)
         combine = [](void* const* lanes) {
-            multiply<16>(reinterpret_cast<Fragments* const*>(lanes), [](uint32_t r, int j) { return half_to_float(uint16_t(r >> 16 * j)); });
+            multiply<16>(reinterpret_cast<Fragments* const*>(lanes),
+                         [](uint32_t r, int j) { return half_to_float(uint16_t(r >> 16 * j)); });
         };
     else
         combine = [](void* const* lanes) {
@@ -942,7 +965,8 @@ void stmatrix(void* row, Four registers, const char* what, const char* file, int
 
 void read_only(const void* p, size_t size) {
     const uintptr_t a = reinterpret_cast<uintptr_t>(p);
-    if (Region* r = find(a); r && a + size <= r->end) check_not_written(*r, a, size, "__ldg", CALLER);  // what is outside, the load will find
+    if (Region* r = find(a); r && a + size <= r->end)
+        check_not_written(*r, a, size, "__ldg", CALLER);  // what is outside, the load will find
 }
 Four load_stream(const void* p) {
     access(p, 16, Access::kRead, 16, "load_stream", __builtin_return_address(0));
@@ -993,8 +1017,10 @@ void mbarrier_fence() {
 void mbarrier_arrive(uint64_t* bar, unsigned bytes, const char* what) {
     const uint32_t place = CALLER;
     Mbarrier& m = mbarrier_at(bar, what, place);
-    if (m.pending == 0) fail("%s: more than the %u arrivals that the mbarrier was made for, in phase %u @+0x%x", what, m.count, m.phase, place);
-    if (m.bytes + long(bytes) > kMaxBytes) fail("%s: %ld bytes are more than an mbarrier can expect (%ld) @+0x%x", what, m.bytes + bytes, kMaxBytes, place);
+    if (m.pending == 0)
+        fail("%s: more than the %u arrivals that the mbarrier was made for, in phase %u @+0x%x", what, m.count, m.phase, place);
+    if (m.bytes + long(bytes) > kMaxBytes)
+        fail("%s: %ld bytes are more than an mbarrier can expect (%ld) @+0x%x", what, m.bytes + bytes, kMaxBytes, place);
     m.bytes += bytes;
     m.pending--;
     m.gathering.add(*current);
@@ -1011,9 +1037,11 @@ void mbarrier_wait(uint64_t* bar, unsigned parity, const char* file, int line) {
     if (m.last) learn(*current, m);  // there is no phase before the first
 }
 // A copy of the copy engine, to be made of `pieces`.
-static void start_bulk(void* shared, std::vector<Piece> pieces, size_t bytes, unsigned alignment, uint64_t* bar, const char* what, uint32_t place) {
+static void start_bulk(void* shared, std::vector<Piece> pieces, size_t bytes, unsigned alignment, uint64_t* bar, const char* what,
+                       uint32_t place) {
     Mbarrier& m = mbarrier_at(bar, what, place);
-    if (!m.fenced) fail("%s: no mbarrier_fence_init() since mbarrier_init, so the copy engine may not see the mbarrier @+0x%x", what, place);
+    if (!m.fenced)
+        fail("%s: no mbarrier_fence_init() since mbarrier_init, so the copy engine may not see the mbarrier @+0x%x", what, place);
     Region& s = shared_range(shared, bytes, alignment, what, place);
     check_fenced(s, reinterpret_cast<uintptr_t>(shared) - s.begin, bytes, what, place);
     const uint32_t access = begin_copy(shared, bytes, alignment, what, place);
@@ -1037,7 +1065,8 @@ void grid_wait() {
 // ---- Conversions, to nearest even
 
 namespace {
-// The code of |x| in a format with M stored mantissa bits and smallest normal exponent E; a mantissa that is full carries into the exponent.
+// The code of |x| in a format with M stored mantissa bits and smallest normal exponent E; a mantissa that is full carries into the
+// exponent.
 template <int M, int E> unsigned encode(double x) {
     if (x == 0) return 0;
     int e;
@@ -1082,7 +1111,8 @@ uint16_t multiply_add_bf16(uint16_t a, uint16_t b, uint16_t c) {
     double sum = p + q;
     if (sum != sum) return 0x7fff;
     if (std::isfinite(sum)) {
-        // Where the sum is not exact, the neighbour with an odd last bit: 53 bits that are rounded once more to 8 then round as the exact sum would.
+        // Where the sum is not exact, the neighbour with an odd last bit: 53 bits that are rounded once more to 8 then round as the exact
+        // sum would.
         const double part = sum - p, rest = (p - (sum - part)) + (q - part);
         uint64_t bits;
         memcpy(&bits, &sum, 8);
@@ -1093,15 +1123,16 @@ uint16_t multiply_add_bf16(uint16_t a, uint16_t b, uint16_t c) {
     return uint16_t(sign | std::min(encode<7, -126>(fabs(sum)), 0x7f80u));
 }
 
-void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t shared_bytes, void (*run)(const void*), const void* c, size_t c_bytes) {
+void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t shared_bytes, void (*run)(const void*), const void* c,
+            size_t c_bytes) {
     if (status != cudaSuccess) return;  // an earlier launch of this call has failed
     const size_t n = size_t(threads.x) * threads.y * threads.z;
     kernel_name = name;
-    if (n == 0 || n > 1024 || threads.z > 64 || !grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 || shared_bytes > 227 * 1024 ||
-        !blocks || blocks > 8 || grid.x % blocks) {
+    if (n == 0 || n > 1024 || threads.z > 64 || !grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 ||
+        shared_bytes > 227 * 1024 || !blocks || blocks > 8 || grid.x % blocks) {
         status = 9;  // cudaErrorInvalidConfiguration
-        error = say("%s: launch of grid (%u,%u,%u), clusters of %u, block (%u,%u,%u), %zu bytes of shared memory: beyond a GPU's limits", name, grid.x,
-                    grid.y, grid.z, blocks, threads.x, threads.y, threads.z, shared_bytes);
+        error = say("%s: launch of grid (%u,%u,%u), clusters of %u, block (%u,%u,%u), %zu bytes of shared memory: beyond a GPU's limits",
+                    name, grid.x, grid.y, grid.z, blocks, threads.x, threads.y, threads.z, shared_bytes);
         return;
     }
     grid_size = grid, block_size = threads, body = run, closure = c, closure_bytes = c_bytes;
@@ -1118,7 +1149,8 @@ void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t s
                 run_cluster();
                 if (status != cudaSuccess) return;
             }
-    if (!waited_for_grid) give_up(719, "no thread calls grid_dependency_wait(): the kernel after this one may start before the one before has ended");
+    if (!waited_for_grid)
+        give_up(719, "no thread calls grid_dependency_wait(): the kernel after this one may start before the one before has ended");
 }
 
 unsigned cluster_rank() { return current->id / unsigned(cluster.fibers.size() / cluster.blocks.size()); }

@@ -7,13 +7,14 @@ bool make_map(TensorMap* map, int element_bytes, const void* address, unsigned w
               unsigned box_height, Swizzle swizzle) {
     const size_t inner = size_t(box_width) * element_bytes;
     const bool good = (element_bytes == 1 || element_bytes == 2) && reinterpret_cast<uintptr_t>(address) % 16 == 0 && row_bytes % 16 == 0 &&
-                      width && height && row_bytes >= size_t(width) * element_bytes && box_width && box_height && box_width <= 256 && box_height <= 256 &&
-                      inner % 16 == 0 && (swizzle == Swizzle::kNone || inner == size_t(16) << unsigned(swizzle));
+                      width && height && row_bytes >= size_t(width) * element_bytes && box_width && box_height && box_width <= 256 &&
+                      box_height <= 256 && inner % 16 == 0 && (swizzle == Swizzle::kNone || inner == size_t(16) << unsigned(swizzle));
     *map = {static_cast<const char*>(address), row_bytes, unsigned(element_bytes), width, height, box_width, box_height, swizzle, good, {}};
     return good;
 }
 
-// Where the byte at an offset of shared memory goes: the number of its 16-byte chunk within 32, 64 or 128 bytes is mixed with higher bits of the offset.
+// Where the byte at an offset of shared memory goes: the number of its 16-byte chunk within 32, 64 or 128 bytes is mixed with higher bits
+// of the offset.
 static size_t swizzled(size_t offset, Swizzle swizzle) {
     const size_t chunks = (size_t(1) << unsigned(swizzle)) - 1;
     return offset ^ (offset >> 7 & chunks) << 4;
@@ -22,7 +23,8 @@ static size_t swizzled(size_t offset, Swizzle swizzle) {
 void tensor_load(void* shared, const void* map_address, int x, int y, uint64_t* bar) {
     const uint32_t place = CALLER;
     const TensorMap m = *static_cast<const TensorMap*>(map_address);
-    if (reinterpret_cast<uintptr_t>(map_address) % 64 || !m.made) fail("tensor_load: no TensorMap that make_tensor_map has made @+0x%x", place);
+    if (reinterpret_cast<uintptr_t>(map_address) % 64 || !m.made)
+        fail("tensor_load: no TensorMap that make_tensor_map has made @+0x%x", place);
     const size_t inner = m.box_width * m.element_bytes, bytes = inner * m.box_height;
     Region& s = shared_range(shared, bytes, 128, "tensor_load", place);
     const size_t first = reinterpret_cast<uintptr_t>(shared) - s.begin;
@@ -61,10 +63,10 @@ struct Product {  // what a lane brings
 
 Products& products_of_warp() { return current->block->products[current->linear / 32]; }
 
-// Rows of an operand, `chunks` times 16 bytes each, into `to`. That they are being read is kept in `reads`. The fields that wgmma's and tcgen05's
-// descriptors have in common; the swizzle's code differs.
-void read_operand(uint64_t operand, Swizzle swizzle, unsigned first_row, unsigned rows, unsigned chunks, unsigned char* to, std::vector<uint32_t>& reads,
-                  uint16_t pipe, const char* what, uint32_t place) {
+// Rows of an operand, `chunks` times 16 bytes each, into `to`. That they are being read is kept in `reads`. The fields that wgmma's and
+// tcgen05's descriptors have in common; the swizzle's code differs.
+void read_operand(uint64_t operand, Swizzle swizzle, unsigned first_row, unsigned rows, unsigned chunks, unsigned char* to,
+                  std::vector<uint32_t>& reads, uint16_t pipe, const char* what, uint32_t place) {
     const size_t first = (operand & 0x3fff) << 4, cell = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
     Region& s = current->block->shared;
     uint32_t before = ~0u, in_flight = 0;
@@ -118,7 +120,8 @@ void multiply_warpgroup(void* const* lanes) {
 }  // namespace
 
 Tile wgmma(Values values, int columns, Tile mine, uint64_t a, uint64_t b, const char* what, const char* file, int line) {
-    if (current->linear / 128 * 128 + 128 > block_size.x * block_size.y * block_size.z) fail("%s: the warpgroup has fewer than 128 threads", what);
+    if (current->linear / 128 * 128 + 128 > block_size.x * block_size.y * block_size.z)
+        fail("%s: the warpgroup has fewer than 128 threads", what);
     Product product{mine, values, unsigned(columns), 0, a, b, CALLER};
     meet(~0u, &product, multiply_warpgroup, false, what, file, line);
     return product.tile;
@@ -147,7 +150,8 @@ void wgmma_wait(unsigned groups, const char* file, int line) {
     }, true, "wgmma_wait", file, line);
 }
 
-// ---- Tensor memory (tcgen05). A product or copy is done when it is started, and counts as being under way until the mbarrier of its commit was waited for.
+// ---- Tensor memory (tcgen05). A product or copy is done when it is started, and counts as being under way until the mbarrier of its
+// commit was waited for.
 
 namespace {
 struct Columns { uint32_t* shared; uint32_t address; unsigned columns, place; };
@@ -166,7 +170,8 @@ size_t cell_at(TensorMemory& m, uint32_t address, unsigned lane, unsigned column
 void access_in_pipe(TensorMemory& m, size_t cell, bool write, uint32_t& started, const char* what, uint32_t place) {
     const uint16_t pipe = uint16_t(current->id + 1);
     uint32_t &writes = m.cells.writes[cell], &reads = m.cells.reads[cell];
-    if (!write && writes == kNobody) fail("%s: lane %zu, column %zu of tensor memory was not written @+0x%x", what, cell / kColumns, cell % kColumns, place);
+    if (!write && writes == kNobody)
+        fail("%s: lane %zu, column %zu of tensor memory was not written @+0x%x", what, cell / kColumns, cell % kColumns, place);
     auto check = [&](uint32_t chain, const char* did) {
         for (uint32_t t = chain; t >= launch_first && t >= kFirstTouch; t = touches[t].earlier)
             if (touches[t].pipe != pipe && !ordered(t)) race(m.cells, cell, write ? Access::kWrite : Access::kRead, did, t, place);
@@ -210,7 +215,8 @@ void tensor_alloc(uint32_t* shared, unsigned columns, const char* file, int line
             memory->cells.reads.assign(kLanes * kColumns, 0);
             memory->values.assign(kLanes * kColumns, 0xffffffffu);
         }
-        if (c.columns < 32 || c.columns > kColumns || (c.columns & (c.columns - 1))) fail("tensor_alloc: %u columns are not 32, 64, 128, 256 or 512 @+0x%x", c.columns, c.place);
+        if (c.columns < 32 || c.columns > kColumns || (c.columns & (c.columns - 1)))
+            fail("tensor_alloc: %u columns are not 32, 64, 128, 256 or 512 @+0x%x", c.columns, c.place);
         if (memory->relinquished) fail("tensor_alloc after tensor_relinquish @+0x%x", c.place);
         unsigned first = 0;
         while (first < kColumns && std::count(memory->used + first, memory->used + first + c.columns, true)) first += c.columns;
@@ -223,14 +229,20 @@ void tensor_alloc(uint32_t* shared, unsigned columns, const char* file, int line
     }, true, "tensor_alloc", file, line);
 }
 void tensor_relinquish(const char* file, int line) {
-    meet(~0u, nullptr, [](void* const*) { if (current->block->tensor) current->block->tensor->relinquished = true; }, false, "tensor_relinquish", file, line);
+    meet(
+        ~0u, nullptr,
+        [](void* const*) {
+            if (current->block->tensor) current->block->tensor->relinquished = true;
+        },
+        false, "tensor_relinquish", file, line);
 }
 void tensor_free(uint32_t address, unsigned columns, const char* file, int line) {
     Columns mine{nullptr, address, columns, CALLER};
     meet(~0u, &mine, [](void* const* lanes) {
         const Columns& c = *static_cast<Columns*>(lanes[current->linear % 32]);
         TensorMemory& m = tensor_memory("tensor_free", c.place);
-        if (c.address >= kColumns || m.sizes[c.address] != c.columns) fail("tensor_free: %u columns at %u were not allocated @+0x%x", c.columns, c.address, c.place);
+        if (c.address >= kColumns || m.sizes[c.address] != c.columns)
+            fail("tensor_free: %u columns at %u were not allocated @+0x%x", c.columns, c.address, c.place);
         for (size_t lane = 0; lane < kLanes; lane++)  // all use of them must have ended
             for (unsigned column = c.address; column < c.address + c.columns; column++) {
                 const size_t cell = lane * kColumns + column;
@@ -250,7 +262,8 @@ void tensor_mma(Kind kind, uint32_t d, uint64_t a, uint64_t b, uint32_t shape, u
     TensorMemory& m = tensor_memory(what, place);
     const unsigned N = (shape >> 17 & 63) * 8;
     const uint32_t expected = kind == Kind::kBf16 ? kTensorBf16 : kind == Kind::kE4m3 ? kTensorE4m3 : kTensorNvfp4;
-    if ((shape & ~(63u << 17)) != expected) fail("%s: the instruction descriptor 0x%08x is not one of tensor_shape @+0x%x", what, shape, place);
+    if ((shape & ~(63u << 17)) != expected)
+        fail("%s: the instruction descriptor 0x%08x is not one of tensor_shape @+0x%x", what, shape, place);
     if (N < 16 || N > 256 || N % 16) fail("%s: %u columns are no multiple of 16 up to 256 @+0x%x", what, N, place);
     static unsigned char left[128 * 32], right[256 * 32];
     const uint16_t pipe = uint16_t(current->id + 1);
@@ -268,13 +281,16 @@ void tensor_mma(Kind kind, uint32_t d, uint64_t a, uint64_t b, uint32_t shape, u
         return e4m3_to_float(uint8_t(m.values[cell] >> 8 * group & 0x7f));
     };
     std::vector<float> a_scale, b_scale;
-    for (unsigned row = 0; kind == Kind::kNvfp4 && row < 128; row++) for (unsigned g = 0; g < 4; g++) a_scale.push_back(scale(a_scales, row, g));
-    for (unsigned row = 0; kind == Kind::kNvfp4 && row < N; row++) for (unsigned g = 0; g < 4; g++) b_scale.push_back(scale(b_scales, row, g));
+    for (unsigned row = 0; kind == Kind::kNvfp4 && row < 128; row++)
+        for (unsigned g = 0; g < 4; g++) a_scale.push_back(scale(a_scales, row, g));
+    for (unsigned row = 0; kind == Kind::kNvfp4 && row < N; row++)
+        for (unsigned g = 0; g < 4; g++) b_scale.push_back(scale(b_scales, row, g));
     const unsigned K = kind == Kind::kBf16 ? 16 : kind == Kind::kE4m3 ? 32 : 64;
     for (unsigned row = 0; row < 128; row++)
         for (unsigned column = 0; column < N; column++) {
             const size_t cell = cell_at(m, d, row, column, what, place);
-            if (add && m.cells.writes[cell] == kNobody) fail("%s: adds to lane %u, column %u of d, which was not written @+0x%x", what, row, column, place);
+            if (add && m.cells.writes[cell] == kNobody)
+                fail("%s: adds to lane %u, column %u of d, which was not written @+0x%x", what, row, column, place);
             float sum = add ? bits_as<float>(m.values[cell]) : 0.0f, part = 0;
             for (unsigned k = 0; k < K; k++) {
                 const float product = value(left + row * 32, k) * value(right + column * 32, k);
@@ -290,7 +306,8 @@ void tensor_copy_scales(uint32_t to, uint64_t from) {
     const uint32_t place = CALLER;
     TensorMemory& m = tensor_memory("tensor_copy_scales", place);
     unsigned char rows[32 * 16];
-    read_operand(from, tensor_swizzle(from, "tensor_copy_scales", place), 0, 32, 1, rows, current->started, uint16_t(current->id + 1), "tensor_copy_scales", place);
+    read_operand(from, tensor_swizzle(from, "tensor_copy_scales", place), 0, 32, 1, rows, current->started, uint16_t(current->id + 1),
+                 "tensor_copy_scales", place);
     uint32_t written = 0;
     for (unsigned lane = 0; lane < kLanes; lane++)
         for (unsigned column = 0; column < 4; column++) {
@@ -311,7 +328,8 @@ void tensor_commit(uint64_t* bar) {
 namespace {
 void check_lanes(uint32_t address, const char* what, uint32_t place) {
     const unsigned warp = current->linear / 32 % 4;
-    if (address >> 16 != 32 * warp) fail("%s: warp %u of its warpgroup has lanes %u to %u, not %u @+0x%x", what, warp, 32 * warp, 32 * warp + 31, address >> 16, place);
+    if (address >> 16 != 32 * warp)
+        fail("%s: warp %u of its warpgroup has lanes %u to %u, not %u @+0x%x", what, warp, 32 * warp, 32 * warp + 31, address >> 16, place);
 }
 }  // namespace
 Eight tensor_load(uint32_t from, const char* file, int line) {

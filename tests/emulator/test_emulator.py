@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from dsv4.kernels.launch import IN, OUT, Kernel
+from dsv4.kernels.launch import HOST, IN, INOUT, OUT, WORK, Kernel
 
-from .emulator import HERE, EmulatorError, Machine, needs_gxx
+from .emulator import GUARD, HERE, EmulatorError, Guarded, Machine, needs_gxx
 
 pytestmark = needs_gxx
 SOURCE = HERE / "faults.cu"
@@ -90,9 +90,11 @@ EXPECTED = {
     "kAsyncUncommitted": IN_FLIGHT,
     "kAsyncNoBarrier": r"read of byte \d+ of shared memory, which thread 0 wrote with no barrier between",
     "kAsyncReuse": RACE,
+    "kAsyncReuseLate": r"write of byte \d+ of shared memory, which thread (3[2-9]|4\d) read with no barrier between" + TWO_PLACES,
     "kAsyncMisaligned": r"cp_async_16: byte 4 of shared memory is no multiple of 16",
     "kAsyncSource": r"read of 16 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+$",
     "kBulkNoWait": r"read of byte 0 of shared memory, which nobody has written",
+    "kBulkOtherWait": r"read of byte \d+ of shared memory, which a bulk copy wrote, with no wait for its mbarrier between" + TWO_PLACES,
     "kBulkReuse": IN_FLIGHT,
     "kBulkNotAwaited": r"all threads have ended, and 1 bulk copies into their shared memory have not",
     "kBulkUnfenced": r"bulk_load: no mbarrier_fence_init\(\) since mbarrier_init",
@@ -166,9 +168,11 @@ def test_a_race_is_found_in_reverse_too(fault):
         run(fault, reverse=True)
 
 
-@pytest.mark.parametrize("fault,message", [("kTensorNotAwaited", "a product in flight writes"), ("kBulkNoWait", "a copy in flight writes")])
+@pytest.mark.parametrize("fault,message", [
+    ("kTensorNotAwaited", "a product in flight writes"), ("kBulkNoWait", "a copy in flight writes"),
+    ("kBulkOtherWait", "a copy in flight writes")])
 def test_what_is_in_flight_belongs_to_nobody(fault, message):
-    """In this order the reader comes after the start."""
+    """In this order the reader comes after the start, and the newest copy ends first."""
     with pytest.raises(EmulatorError, match=message):
         run(fault, reverse=True)
 
@@ -181,7 +185,7 @@ def test_barriers_syncwarp_atomics_and_named_barriers_order_accesses(reverse):
     assert torch.equal(out, x.view(4, 32).roll(-1, 1).flatten() + 64 - 64)
 
 
-RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "reused", "tensor", "product", "tensor_memory")
+RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "reused", "tensor", "product", "tensor_memory", "two_copies")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -191,7 +195,8 @@ def test_no_fault_no_report(rng, which, reverse):
     x = torch.randn(128, generator=rng)
     out = torch.empty(128 if RIGHT_FORMS[which] == "cluster" else 64)
     assert Machine(SOURCE, reverse).run(Kernel("right_forms", {"x": IN, "out": OUT, "which": int}), [x, out, which]) == 0
-    want = {"global_memory": x[:64], "tensor": x[:64], "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten()}
+    want = {"global_memory": x[:64], "tensor": x[:64], "two_copies": x[:64],
+            "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten()}
     if RIGHT_FORMS[which] in want:
         assert torch.equal(out, want[RIGHT_FORMS[which]])
     if RIGHT_FORMS[which] == "ring":  # twice the same 64 values
@@ -249,3 +254,23 @@ def test_coordinates_in_three_dimensions(reverse):
     out = torch.empty(12 * 30, dtype=torch.int32)
     assert Machine(SOURCE, reverse).run(Kernel("numbering", {"out": OUT}), [out]) == 0
     assert torch.equal(out.view(12, 30), (torch.arange(12)[:, None] * 1000 + torch.arange(30)).int())
+
+
+def test_memory_of_a_call():
+    """What a kernel may read is copied in, what it may write out, 0xFF around; on a GPU, a write there is found afterwards."""
+    kernel = Kernel("k", {"a": IN, "b": OUT, "c": INOUT, "w": WORK, "h": HOST, "none": IN, "n": int})
+    a, b, c, w, h = torch.arange(5.0), torch.zeros(3), torch.tensor([7, 8]), torch.zeros(4), torch.ones(2)
+    memory = Guarded(kernel, [a, b, c, w, h, None, 9], {"c": 8}, torch.device("cpu"))
+    views = {name: view for name, _, _, view in memory.tensors}
+    assert memory.arguments == [*(views[name].data_ptr() for name in "abcw"), h.data_ptr(), None, 9]
+    assert [views[name].data_ptr() % 256 for name in "abcw"] == [0, 0, 8, 0]
+    assert torch.equal(views["a"].view(torch.float32), a) and torch.equal(views["c"].view(torch.int64), c)
+    assert (views["b"] == 0xFF).all() and (views["w"] == 0xFF).all()
+    views["b"].view(torch.float32).copy_(a[:3])
+    views["c"].view(torch.int64)[1] = 3
+    memory.check_surroundings()
+    memory.copy_back()
+    assert torch.equal(b, a[:3]) and c.tolist() == [7, 3]
+    memory.memory[2][views["c"].storage_offset() + 16 + GUARD // 2] = 0
+    with pytest.raises(EmulatorError, match="k: wrote outside c"):
+        memory.check_surroundings()

@@ -1,4 +1,4 @@
-"""The compress kernel on the CPU emulator against its definition: states bit for bit, entries byte by byte.
+"""The compressors of update_caches on the CPU emulator against their definition: states bit for bit, entries byte by byte.
 
 The exact entry is pooled in float64 from the sequence's rows, by their positions and not by way of a state; `packed` says how bytes are
 compared.
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from dsv4.errors import UserError
-from dsv4.kernels.compressor import compress
 from dsv4.kernels.keys import IndexKeys, Keys
 from dsv4.ops import quant
-from dsv4.ops.compressor import Pool, compress_ref, pool
+from dsv4.ops.compressor import Pool, compress, pool
 
 from ..emulator.emulator import emulated, needs_gxx
 from . import packed
+from .test_latents import Site
 
 pytestmark = needs_gxx
 EPS = 1e-6
@@ -99,8 +99,11 @@ def pools_of(sequence, states, entries):
 
 
 def call(sequence, cache, inputs, positions, cos, sin, quantize=True, **how):
+    """Beside a small query and key a token, which test_update_caches.py looks at."""
+    beside = Site(torch.Generator(), S=len(positions), rank=4, R=8)
+    beside.positions = positions
     with emulated(**how):
-        compress(inputs, pools_of(sequence, cache.states, cache.entries), positions, cos, sin, EPS, quantize)
+        beside.call(beside.window, EPS, quantize, inputs, pools_of(sequence, cache.states, cache.entries), cos, sin)
 
 
 def run(sequence, cuts=None, cache=None, **how):
@@ -213,7 +216,7 @@ def test_entries_agree_with_the_whole_definition(rng):
         entries = [torch.zeros(n // ratio, p["d"], dtype=torch.bfloat16) for p in sequence.pools]
         for i, _ in enumerate(cuts):
             inputs, *where = feed(sequence, 8 * i, 8)
-            compress_ref(inputs, pools_of(sequence, states, entries), *where, EPS, True)
+            compress(inputs, pools_of(sequence, states, entries), *where, EPS, True)
         for keys, want in zip(got.entries, entries, strict=True):
             have = type(keys)(*(t[: n // ratio] for t in keys)).unpack()
             assert (have == want).double().mean() > 0.99
@@ -274,7 +277,7 @@ def test_not_finite_spoils_its_entry_alone(rng, ratio, bad):
     cache = run(sequence, [8] * (sequence.n // 8) + [sequence.n % 8])
     states, entries = sequence.state(), [torch.zeros(4, p["d"], dtype=torch.bfloat16) for p in sequence.pools]
     inputs, *where = feed(sequence, sequence.first, 2)
-    compress_ref(inputs, pools_of(sequence, states, entries), *where, EPS, False)
+    compress(inputs, pools_of(sequence, states, entries), *where, EPS, False)
     for keys, want in zip(cache.entries, entries, strict=True):
         want = Keys.pack(want) if want.shape[1] == 512 else IndexKeys.pack(quant.hadamard(want))
         assert torch.equal(keys.values[2, :448], want.values[2, :448]) and torch.equal(keys.scales[2], want.scales[2])
@@ -311,22 +314,23 @@ def refused(sequence, message, cache=None, quantize=True, **changes):
 
 def test_what_the_kernel_does_not_take(rng):
     csa, hca = Sequence(rng, 4, 2, first=7), Sequence(rng, 128, 2, first=7)
-    positions = torch.arange(7, 9)
-    refused(csa, "compress: expected quantize=True.*found False: run with --backend torch", quantize=False)
-    refused(csa, r"compress: expected positions \[S\] in int64.*found positions \[2\] int32", positions=positions.int())
-    refused(csa, r"compress: expected positions \[S\] in int64.*found positions \[1\]", positions=positions[:1])
-    refused(csa, "S from 1 to 8, found", cos=torch.zeros(2, 16))
-    refused(Sequence(rng, 4, 9), "S from 1 to 8, found positions")
-    refused(csa, "compress: expected one pool of ratio 128, or one or two of 4", inputs=feed(csa, 7, 2)[0][:1])
+    refused(csa, "update_caches: expected quantize=True.*found False: run with --backend torch", quantize=False)
+    for wrong in (torch.zeros(2, 16), torch.zeros(1, 32), torch.zeros(2, 32).double()):
+        refused(csa, r"update_caches: expected entry_cos and entry_sin \[S, 32\] in fp32 with pools, found entry_cos", cos=wrong)
+        refused(csa, r"update_caches: expected entry_cos and entry_sin \[S, 32\] in fp32 with pools, found entry_cos", sin=wrong)
+    refused(hca, r"update_caches: expected entry_cos .* with pools, found entry_sin \[2, 32\] float32$", cos=None)
+    pools = "update_caches: expected no pool, one of ratio 128, or one or two of 4, and projections for each, found ape_0"
+    refused(csa, pools, inputs=feed(csa, 7, 2)[0][:1])
+    refused(hca, pools, inputs=())
     kv, score = feed(hca, 7, 2)[0][0]
-    refused(hca, r"compress: expected kv and score \[S, 512\], ape \[128, 512\].*found kv \[1, 512\]", inputs=((kv[:1], score),))
+    refused(hca, r"update_caches: expected kv and score \[S, 512\], ape \[128, 512\].*found kv \[1, 512\]", inputs=((kv[:1], score),))
     refused(hca, "all fp32, found .*score .2, 512. bfloat16", inputs=((kv, score.bfloat16()),))
     wrong = Cache(csa)
     wrong.entries[1] = wrong.entries[0]
-    refused(csa, r"compress: expected entries of values \[T, 64\] and scales \[T, 4\] in uint8, found values \[3, 576\]", cache=wrong)
+    refused(csa, r"update_caches: expected entries of values \[T, 64\] and scales \[T, 4\] in uint8, found values \[3, 576\]", cache=wrong)
     wrong = Cache(hca)
     wrong.states[0] = tuple(t.T.contiguous().T for t in wrong.states[0])
-    refused(hca, "compress: expected contiguous tensors of one device", cache=wrong)
+    refused(hca, "update_caches: expected contiguous tensors of one device", cache=wrong)
     cache = Cache(hca)
     hca.pools[0]["ape"] = torch.zeros(8, 512)
-    refused(hca, "compress: expected one pool of ratio 128, or one or two of 4.*found ape_0 .8, 512.", cache=cache)
+    refused(hca, pools + " .8, 512.", cache=cache)

@@ -1,11 +1,14 @@
-"""The latents kernel on the CPU emulator against its definition: the query's latent in bf16, the window's keys byte by byte."""
+"""The queries and keys of update_caches on the CPU emulator against their definition: the latents in bf16, the window's keys byte by byte.
+
+They are alone here, as in a layer without pools; test_update_caches.py says that the bits are the same beside them.
+"""
 
 import pytest
 import torch
 
 from dsv4.errors import UserError
 from dsv4.kernels.keys import Keys
-from dsv4.kernels.norm import latents
+from dsv4.kernels.update_caches import update_caches
 from dsv4.ops.norm import kv_norm_rope, rms_norm
 
 from ..emulator.emulator import emulated, needs_gxx
@@ -16,7 +19,7 @@ EPS = 1e-6
 
 
 class Site:
-    """Random inputs of S tokens from `position`, and a window of R rows that holds random bytes."""
+    """Random queries and keys of S tokens from `position`, and a window of R rows that holds random bytes."""
 
     def __init__(self, rng, S=1, rank=64, position=0, R=136):
         def randn(*shape):
@@ -26,15 +29,17 @@ class Site:
         self.cos, self.sin, self.positions = angle.cos(), angle.sin(), position + torch.arange(S)
         self.window = Keys(*(torch.randint(256, (R, n), generator=rng, dtype=torch.uint8) for n in (576, 8)))
 
-    def arguments(self):
-        return self.qa, self.kv, self.q_norm, self.kv_norm, self.cos, self.sin, self.positions
+    def call(self, window, eps=EPS, quantize=True, compressed=(), pools=(), entry_cos=None, entry_sin=None):
+        """Into this window, beside these pools."""
+        return update_caches(self.qa, self.kv, self.q_norm, self.kv_norm, self.cos, self.sin, window, compressed, pools, entry_cos,
+                             entry_sin, self.positions, eps, quantize)
 
 
 def run(site: Site, eps=EPS, quantize=True, **how):
     """(qr, the window afterwards)."""
     window = Keys(*(t.clone() for t in site.window))
     with emulated(**how):
-        qr = latents(*site.arguments(), window, eps, quantize)
+        qr = site.call(window, eps, quantize)
     return qr, window
 
 
@@ -142,7 +147,7 @@ def test_strided_inputs(rng):
 def test_what_the_kernel_does_not_take(rng, name, change):
     site = Site(rng, S=2)
     setattr(site, name, change(getattr(site, name)))
-    with pytest.raises(UserError, match=r"latents: expected qa \[S, q_rank\], kv \[S, 512\].*, found qa \[2, "):
+    with pytest.raises(UserError, match=r"update_caches: expected qa \[S, q_rank\], kv \[S, 512\].*, found qa \[2, "):
         run(site)
 
 
@@ -150,9 +155,9 @@ def test_what_the_window_may_not_be(rng):
     for window in (Keys.empty(1), Keys(torch.zeros(9, 512, dtype=torch.uint8), torch.zeros(9, 8, dtype=torch.uint8))):
         site = Site(rng, S=2)
         site.window = window
-        with pytest.raises(UserError, match=r"latents: expected a window of values \[R, 576\] and scales \[R, 8\] in uint8, R at least S"):
+        with pytest.raises(UserError, match=r"update_caches: expected a window of values \[R, 576\] and scales \[R, 8\] in uint8, R at"):
             run(site)
-    with pytest.raises(UserError, match="latents: expected quantize=True.*found False: run with --backend torch"):
+    with pytest.raises(UserError, match="update_caches: expected quantize=True.*found False: run with --backend torch"):
         run(Site(rng), quantize=False)
     for S, rank in ((0, 64), (9, 64), (1, 2052), (1, 6)):
         with pytest.raises(UserError, match="S from 1 to 8, q_rank a multiple of 4 up to 2048, found"):

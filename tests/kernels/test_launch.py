@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.errors import UserError
+from dsv4.errors import KernelError, UserError
 from dsv4.kernels import build, launch
 from dsv4.kernels.launch import HOST, IN, OUT, Kernel
 
@@ -82,7 +82,7 @@ def test_host_tensors_empty_ones_and_none(gpu):
 
 def test_a_refused_launch_names_the_kernel(gpu):
     gpu.error = 98
-    with pytest.raises(RuntimeError, match="k: the kernel's launch failed with CUDA error 98"):
+    with pytest.raises(KernelError, match="k: expected the kernel to launch, found CUDA error 98: DSV4_SYNC=1 shows"):
         gpu.kernel(x=torch.ones(2), n=3)
 
 
@@ -90,7 +90,7 @@ def test_with_dsv4_sync_a_fault_names_the_kernel(gpu, monkeypatch):
     gpu.fault = "an illegal memory access was encountered\nand much more"
     gpu.kernel(x=torch.ones(2), n=3)  # without it, the fault is someone else's to find
     monkeypatch.setattr(launch, "SYNC", True)
-    with pytest.raises(RuntimeError, match=r"^k: the kernel failed: an illegal memory access was encountered$"):
+    with pytest.raises(KernelError, match=r"^k: expected the kernel to end, found an illegal memory access was encountered: "):
         gpu.kernel(x=torch.ones(2), n=3)
 
 

@@ -108,6 +108,12 @@ def test_more_tiles_than_are_summed_at_a_time(rng, monkeypatch, kind, shared_kin
     assert_right(rng, 8, 144, 80, 48, 6, kind, shared_kind)
 
 
+def test_more_tiles_than_fit_a_cluster(rng, monkeypatch):
+    """w2 of 65 tiles on one cluster: it becomes more clusters."""
+    monkeypatch.setattr(module, "blocks_at_once", lambda device: 4)
+    assert_right(rng, 8, 1040, 16, 2, 1, "plain", "plain")
+
+
 def test_the_result_does_not_depend_on_the_order_of_threads(rng):
     x = torch.randn(4, 192, generator=rng).bfloat16()
     packed, (chosen, weights) = module.pack_experts(*layer(rng, 192, 128, 8, "nvfp4", "fp8")), choice(rng, 4, 3, 8)

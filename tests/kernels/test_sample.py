@@ -9,6 +9,7 @@ from dsv4.errors import UserError
 from dsv4.kernels import build
 from dsv4.kernels import sample as module
 from dsv4.ops.sample import POWER_OF_TWO, sample_ref
+from dsv4.ops.sample import settings as settings_ref
 
 from ..emulator.emulator import emulated, needs_gxx
 
@@ -151,3 +152,10 @@ def test_what_the_kernel_does_not_take():
                  (torch.zeros(150_001), torch.zeros(150_001, dtype=torch.uint8), uniforms, positions)):
         with pytest.raises(UserError, match=r"sample: expected logits \[V\] and uniforms \[N\] in fp32.*, found logits \["):
             run(*args, **DRAW)
+
+
+def test_settings_are_those_of_the_definition():
+    for temperature in (0.0, 1e-300, 1e-3, 1.0, 1e300):
+        for top_p in (1e-30, 0.3, 0.999999999, 1.0):
+            for penalty in (1e-300, 0.5, 1.0, 1e300):
+                assert module._settings(temperature, top_p, penalty) == settings_ref(temperature, top_p, penalty)

@@ -83,26 +83,26 @@ struct Tile {
 // Keys `begin` to begin + left - 1, or as many of them as fit, in steps of 16.
 __device__ __forceinline__ void load_tile(Tile& tile, char* values, const Cache& cache, const Plan& plan, int token, int begin, int left,
                                           int steps, int warp, int lane) {
-    unsigned long long mine[2];
+    int64_t mine[2];  // the key's distance from the window, and not its address, of which ptxas would not know that it is global
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint8_t *key, *scales;
         const bool there = locate(key, scales, cache, plan, token, begin + 32 * half + lane, 32 * half + lane < left);
         tile.mark[half] = warp != kRotaryWarp ? scales[warp] : there;
-        mine[half] = reinterpret_cast<unsigned long long>(key);
+        mine[half] = reinterpret_cast<int64_t>(key) - reinterpret_cast<int64_t>(cache.window_values);
     }
     const int g = lane / 4, t = lane % 4;
     if (warp != kRotaryWarp) {
 #pragma unroll
         for (int n = 0; n < kTile / 8; n++) {
             if (n >= 2 * steps) break;
-            const auto* key = reinterpret_cast<const uint4*>(__shfl_sync(~0u, mine[n / 4], n % 4 * 8 + g));
+            const auto* key = reinterpret_cast<const uint4*>(cache.window_values + __shfl_sync(~0u, mine[n / 4], n % 4 * 8 + g));
             tile.raw[n] = key[warp * (kWarpDims / 16) + t];
         }
     } else {
 #pragma unroll 1
         for (int n = 0; n < 2 * steps; n++) {
-            const auto* key = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, n < 4 ? mine[0] : mine[1], n % 4 * 8 + g));
+            const auto* key = cache.window_values + __shfl_sync(~0u, n < 4 ? mine[0] : mine[1], n % 4 * 8 + g);
             cp_async_16(values + place(8 * n + g, 2 * t), key + kPlain + 32 * t);
             cp_async_16(values + place(8 * n + g, 2 * t + 1), key + kPlain + 32 * t + 16);
         }
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_split(const float* q, c
     float4* scores = reinterpret_cast<float4*>(shared + kScores) + warp * (kTile / 8) * kScoreStride;
     int values = kValues + warp * kValueBytes;
     for (bool first = true;; first = false) {  // the next tile is on its way while q is normed, or the softmax of the one before made
-        const int next = warp == kRotaryWarp ? 2 * kValues + (2 * kRotaryWarp + 1) * kValueBytes - values : values;  // the other of two buffers
+        const int next = warp == kRotaryWarp ? 2 * kValues + (2 * kRotaryWarp + 1) * kValueBytes - values : values;  // the other buffer
         const int next_steps = min((left + 15) / 16, kTile / 16);
         if (left > 0) load_tile(tile, shared + next, cache, plan, token, begin, left, next_steps, warp, lane);
         if (first) {

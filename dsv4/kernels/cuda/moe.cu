@@ -114,10 +114,10 @@ template <bool kDown> struct Walk {
         unit = each ? start / each : 0, place = each ? start % each : 0;
     }
 
-    // False before the wait, and at the end. The first time after the wait it waits until the choice is known.
+    // False before the wait, and at the end. After the wait the choice must be known: the kernel waits for it where the stream is dry, and
+    // not here, where ptxas would take every branch for a divergent one (and fill the descriptor's registers anew before every load of x).
     __device__ __forceinline__ bool next_phase() {
         if (!list->waited[threadIdx.x / 32]) return false;
-        if (phase < 0) mbarrier_wait(&list->ready, 0);
         const int done = (phase + 1) * plan->at_once;
         if (done >= list->units) return false;
         enter(phase + 1, min(plan->at_once, list->units - done));
@@ -209,6 +209,8 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&list.ready);
     }
+    bool known = false;
+    if (stream.thirsty()) mbarrier_wait(&list.ready, 0), known = true;
     stream.resume();
     if (!kDown)
         for (int i = blockIdx.x * kThreads + threadIdx.x; i < plan.rows; i += gridDim.x * kThreads)
@@ -256,6 +258,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
             Sum sum;
             for (int i = 0; i < run.count; i++, x += wide, left -= wide) {
                 sum.add(run.format, stream.item(), x, left);
+                if (!known && stream.dry()) mbarrier_wait(&list.ready, 0), known = true;
                 stream.release();
             }
 #pragma unroll
@@ -301,10 +304,8 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
 
 static int aligned(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// Deals a launch to `blocks` blocks, as Plan's last members say, and starts it.
-template <bool kDown> static cudaError_t launch(Plan plan, int blocks, cudaStream_t stream) {
-    constexpr int kCluster = kClusterOf<kDown>;
-    plan.clusters = min(max(blocks / kCluster, 1), plan.tiles);
+// Deals tiles to `plan.clusters` clusters. Whether their sums fit a block's shared memory, at least one chosen expert's tile at a time.
+template <bool kDown> static bool deal(Plan& plan) {
     // Costs of tiles in units of such size that their sum, times a cluster's number, fits 31 bits.
     const int chosen = min(plan.tokens * plan.top_k, plan.experts), shared_units = (plan.tiles + plan.clusters - 1) / plan.clusters;
     int64_t shared_cost = plan.shared.items * item_bytes(plan.shared.format);
@@ -312,19 +313,26 @@ template <bool kDown> static cudaError_t launch(Plan plan, int blocks, cudaStrea
     while ((chosen * routed_cost + shared_cost) * plan.tiles * plan.clusters >> 31)
         shared_cost = (shared_cost + 1) / 2, routed_cost = (routed_cost + 1) / 2;
     plan.shared_cost = int(shared_cost), plan.routed_cost = int(routed_cost);
-    // All tiles of a cluster at once, or as many as there is memory for: a sum of each, and pieces of each warp.
-    plan.at_once = kDown ? shared_units : int((chosen * routed_cost + shared_cost) * plan.tiles / plan.clusters / routed_cost) + 2;
+    // A sum of each tile, and the pieces of each warp: of all tiles of a cluster, or of as many as there is memory for.
     const int item = max(item_bytes(plan.shared.format), item_bytes(plan.routed.format));
     const auto pieces_of = [&](int units) { return Layout{0, 0, units / kWarps + 2, units, plan.tokens}; };
     plan.ring = {2, (item + 127) / 128 * 128, 0, 0, plan.tokens};
     plan.first = pieces_of(shared_units);
     plan.first_at = aligned(kRingAt + plan.ring.bytes());
     plan.rest_at = aligned(plan.first_at + plan.first.bytes());
-    for (plan.at_once++;;) {
-        plan.rest = pieces_of(--plan.at_once);
-        if (plan.at_once == 0) return cudaErrorInvalidValue;
-        if (plan.rest_at + plan.rest.bytes() <= kMaxBytes) break;
+    plan.at_once = kDown ? shared_units : int((chosen * routed_cost + shared_cost) * plan.tiles / plan.clusters / routed_cost) + 2;
+    for (; plan.at_once > 0; plan.at_once--) {
+        plan.rest = pieces_of(plan.at_once);
+        if (plan.rest_at + plan.rest.bytes() <= kMaxBytes) return true;
     }
+    return false;
+}
+
+// Starts `blocks` blocks, or fewer where there are fewer tiles, or more where a cluster's tiles would be too many for its memory.
+template <bool kDown> static cudaError_t launch(Plan plan, int blocks, cudaStream_t stream) {
+    constexpr int kCluster = kClusterOf<kDown>;
+    plan.clusters = min(max(blocks / kCluster, 1), plan.tiles);
+    while (!deal<kDown>(plan)) plan.clusters++;  // one tile a cluster always fits
     LAUNCH_CLUSTER(moe_kernel<kDown>, dim3(plan.clusters * kCluster), dim3(kThreads), kCluster, plan.rest_at + plan.rest.bytes(), stream,
                    plan);
     return cudaGetLastError();

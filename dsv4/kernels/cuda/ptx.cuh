@@ -23,7 +23,7 @@ PTX_FN uint64_t read_once() {
 // ---- Products of a warp: c [16, 8] += a [16, K] b [K, 8], fp32 sums. With g = lane / 4, q = lane % 4:
 //   c[0..3] = c[g][2q], c[g][2q + 1], c[g + 8][2q], c[g + 8][2q + 1]
 //   16-bit values, K = 16: a[0..3] = a[g][2q..], a[g + 8][2q..], a[g][2q + 8..], a[g + 8][2q + 8..]; b[0..1] = b[2q..][g], b[2q + 8..][g]
-//   8-bit values,  K = 32: a[0..3] = a[g][4q..], a[g + 8][4q..], a[g][4q + 16..], a[g + 8][4q + 16..]; b[0..1] = b[4q..][g], b[4q + 16..][g]
+//   8-bit values, K = 32: a[0..3] = a[g][4q..], a[g + 8][4q..], a[g][4q + 16..], a[g + 8][4q + 16..]; b[0..1] = b[4q..][g], b[4q + 16..][g]
 // (".." = the two or four consecutive values along K of one register, the first in its low bits).
 #define PTX_MMA(name, shape)                                                                                                       \
     PTX_FN void name(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {                                              \
@@ -36,8 +36,8 @@ PTX_MMA(mma_f16, "m16n8k16.row.col.f32.f16.f16.f32")
 PTX_MMA(mma_e4m3, "m16n8k32.row.col.f32.e4m3.e4m3.f32")
 #undef PTX_MMA
 
-// ---- 8x8 matrices of 16-bit values between shared memory and registers. Lane 8 i + j has the address of row j of matrix i (16 bytes, aligned);
-// lane l gets values 2 (l % 4) and the next of row l / 4 (of column l / 4, rows 2 (l % 4) and the next, with _trans) of matrix i in r[i].
+// ---- 8x8 matrices of 16-bit values between shared memory and registers. Lane 8 i + j has the address of row j of matrix i (16 bytes,
+// aligned). In r[i], lane l gets of matrix i: values 2 (l % 4) and the next of row l / 4; with _trans, of column l / 4.
 #define PTX_LDMATRIX_4(name, qualifiers)                                                                             \
     PTX_FN void name(uint32_t (&r)[4], const void* row) {                                                            \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" qualifiers ".shared.b16 {%0,%1,%2,%3}, [%4];"                   \
@@ -55,12 +55,13 @@ PTX_LDMATRIX_2(ldmatrix_x2_trans, ".trans")
 #undef PTX_LDMATRIX_4
 #undef PTX_LDMATRIX_2
 PTX_FN void stmatrix_x4(void* row, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(ptx::shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]),
-                 "r"(r[3]) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(ptx::shared_address(row)), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 
-// ---- Asynchronous copies of 16 bytes by the thread itself, past L1. The bytes are there for this thread after cp_async_wait<N>(): all but the last N
-// committed groups; for others after a barrier as well.
+// ---- Asynchronous copies of 16 bytes by the thread itself, past L1. The bytes are there for this thread after cp_async_wait<N>(): all but
+// the last N committed groups; for others after a barrier as well.
 PTX_FN void cp_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(ptx::shared_address(shared)), "l"(global) : "memory");
 }
@@ -91,10 +92,11 @@ PTX_FN void mbarrier_wait(uint64_t* bar, unsigned parity) {
         "}" :: "r"(ptx::shared_address(bar)), "r"(parity) : "memory");
 }
 
-// ---- Bulk copies by the copy engine, started by one thread; addresses and size are multiples of 16. `bar` counts the bytes that have come.
+// ---- Bulk copies by the copy engine, started by one thread; addresses and size are multiples of 16. `bar` counts the bytes.
 PTX_FN void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar) {  // weights: read once
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 :: "r"(ptx::shared_address(shared)), "l"(global), "r"(bytes), "r"(ptx::shared_address(bar)), "l"(ptx::read_once()) : "memory");
+                 :: "r"(ptx::shared_address(shared)), "l"(global), "r"(bytes), "r"(ptx::shared_address(bar)), "l"(ptx::read_once())
+                 : "memory");
 }
 PTX_FN void bulk_load_keep(void* shared, const void* global, unsigned bytes, uint64_t* bar) {  // activations, caches
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -103,17 +105,19 @@ PTX_FN void bulk_load_keep(void* shared, const void* global, unsigned bytes, uin
 // Between this thread's ordinary accesses to shared memory and the copy engine's.
 PTX_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Tensor copies (TMA): a box of a matrix in global memory, described by a TensorMap (tensor_map.cuh), to `shared` (a multiple of 128 bytes),
-// row by row; (x, y) is the box' first element, and what lies outside the matrix becomes 0. The kernel takes its map as `const __grid_constant__ TensorMap`.
+// ---- Tensor copies (TMA): a box of a matrix in global memory, described by a TensorMap (tensor_map.cuh), to `shared` (a multiple of 128
+// bytes), row by row; (x, y) is the box' first element, and what lies outside the matrix becomes 0. The kernel takes its map as `const
+// __grid_constant__ TensorMap`.
 PTX_FN void tensor_load(void* shared, const void* map, int x, int y, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  :: "r"(ptx::shared_address(shared)), "l"(map), "r"(x), "r"(y), "r"(ptx::shared_address(bar)) : "memory");
 }
 
-// ---- Products of a warpgroup (sm_90a): d [64, N] += a [64, 32 bytes] b [N, 32 bytes]^T, all 128 threads. Warp w has rows 16 w to 16 w + 15, and of each 8
-// columns what mma_bf16 has: d[4 j..4 j + 3]. The operands are in shared memory, rows along K, in the layout that a TensorMap with the same swizzle writes:
-// groups of 8 rows, a row as many bytes as the swizzle is wide, the next group `group_bytes` further. To go along K within a row, add to `first`.
-// Without a swizzle, a group is cells of 8 rows of 16 bytes each, the next cell along K `cell_bytes` further.
+// ---- Products of a warpgroup (sm_90a): d [64, N] += a [64, 32 bytes] b [N, 32 bytes]^T, all 128 threads. Warp w has rows 16 w to 16 w +
+// 15, and of each 8 columns what mma_bf16 has: d[4 j..4 j + 3]. The operands are in shared memory, rows along K, in the layout that a
+// TensorMap with the same swizzle writes: groups of 8 rows, a row as many bytes as the swizzle is wide, the next group `group_bytes`
+// further. To go along K within a row, add to `first`. Without a swizzle, a group is cells of 8 rows of 16 bytes each, the next cell along
+// K `cell_bytes` further.
 enum class Swizzle { kNone, k32, k64, k128 };
 PTX_FN uint64_t wgmma_operand(const void* first, Swizzle swizzle, unsigned group_bytes, unsigned cell_bytes = 16) {
     const uint64_t code = swizzle == Swizzle::kNone ? 0 : 4 - static_cast<int>(swizzle);
@@ -123,7 +127,9 @@ PTX_FN uint64_t wgmma_operand(const void* first, Swizzle swizzle, unsigned group
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 PTX_FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }    // before the first, and after d was written
 PTX_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> PTX_FN void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }  // all but the last N groups
+template <int N> PTX_FN void wgmma_wait() {  // all but the last N groups
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 #define PTX_WGMMA_8(name, shape, immediates)                                                                                       \
     PTX_FN void name(float (&d)[4], uint64_t a, uint64_t b) {                                                                      \
         asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned." shape                                 \
@@ -147,22 +153,25 @@ PTX_WGMMA_32(wgmma_e4m3, "m64n32k32.f32.e4m3.e4m3", "1, 1")
 #undef PTX_WGMMA_32
 #endif
 
-// ---- Products in tensor memory (sm_100a): 128 lanes of 512 columns of 32 bits a block; an address has the lane in its upper half. One thread starts
-// a product or a copy; all that it has started since the last commit has ended when the commit's arrival has come to the mbarrier.
-// The operands lie in shared memory as wgmma_operand describes it, with 128 rows of a, and N of b.
+// ---- Products in tensor memory (sm_100a): 128 lanes of 512 columns of 32 bits a block; an address has the lane in its upper half. One
+// thread starts a product or a copy; all that it has started since the last commit has ended when the commit's arrival has come to the
+// mbarrier. The operands lie in shared memory as wgmma_operand describes it, with 128 rows of a, and N of b.
 PTX_FN uint64_t tensor_operand(const void* first, Swizzle swizzle, unsigned group_bytes, unsigned cell_bytes = 16) {
     const uint64_t code = swizzle == Swizzle::kNone ? 0 : 8 - 2 * static_cast<int>(swizzle);
     return code << 61 | uint64_t(1) << 46 | static_cast<uint64_t>(group_bytes >> 4 & 0x3fff) << 32 |
            static_cast<uint64_t>(cell_bytes >> 4 & 0x3fff) << 16 | (ptx::shared_address(first) >> 4 & 0x3fff);
 }
 // The instruction descriptors of d [128, columns] in fp32.
-constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4, kTensorNvfp4 = 1u << 27 | 1u << 10 | 1u << 7;
+constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4,
+                   kTensorNvfp4 = 1u << 27 | 1u << 10 | 1u << 7;
 __host__ __device__ constexpr uint32_t tensor_shape(uint32_t kind, unsigned columns) { return kind | columns / 8 << 17; }
 
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
-// A whole warp: `columns` (32, 64, ... 512) of all lanes; their address goes to shared memory. No more after tensor_relinquish; all are freed in the end.
+// A whole warp: `columns` (32, 64, ... 512) of all lanes; their address goes to shared memory. No more after tensor_relinquish; all are
+// freed in the end.
 PTX_FN void tensor_alloc(uint32_t* shared, unsigned columns) {
-    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" :: "r"(ptx::shared_address(shared)), "r"(columns) : "memory");
+    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(ptx::shared_address(shared)), "r"(columns)
+                 : "memory");
 }
 PTX_FN void tensor_relinquish() { asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory"); }
 PTX_FN void tensor_free(uint32_t address, unsigned columns) {
@@ -179,8 +188,11 @@ PTX_TENSOR_MMA(tensor_mma_e4m3, "f8f6f4")
 #undef PTX_TENSOR_MMA
 // 64 e2m1 values of a row, and four e4m3 scales: those of row r in lane r % 32 of column r / 32 of `a_scales` (of `b_scales`).
 PTX_FN void tensor_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t shape, uint32_t a_scales, uint32_t b_scales, bool add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %6, 0;\ntcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%0], %1, %2, %3, [%4], [%5], p;\n}"
-                 :: "r"(d), "l"(a), "l"(b), "r"(shape), "r"(a_scales), "r"(b_scales), "r"(static_cast<uint32_t>(add)) : "memory");
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %6, 0;\ntcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%0], %1, %2, %3, [%4], "
+        "[%5], p;\n}" ::"r"(d),
+        "l"(a), "l"(b), "r"(shape), "r"(a_scales), "r"(b_scales), "r"(static_cast<uint32_t>(add))
+        : "memory");
 }
 // 32 rows of 16 bytes to 4 columns, the same for each 32 lanes.
 PTX_FN void tensor_copy_scales(uint32_t to, uint64_t from) {
@@ -195,13 +207,15 @@ PTX_FN void tensor_load_8(uint32_t (&r)[8], uint32_t from) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]), "=r"(r[7]) : "r"(from) : "memory");
 }
 PTX_FN void tensor_store_8(uint32_t to, const uint32_t (&r)[8]) {
-    asm volatile("tcgen05.st.sync.aligned.32x32b.x8.b32 [%0], {%1,%2,%3,%4,%5,%6,%7,%8};" :: "r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]),
-                 "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7]) : "memory");
+    asm volatile("tcgen05.st.sync.aligned.32x32b.x8.b32 [%0], {%1,%2,%3,%4,%5,%6,%7,%8};" ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3]), "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7])
+                 : "memory");
 }
 PTX_FN void tensor_wait_load() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 PTX_FN void tensor_wait_store() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
-PTX_FN void tensor_fence_before() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }  // before a barrier that hands tensor memory on
-PTX_FN void tensor_fence_after() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }    // and after it
+// Before a barrier that hands tensor memory on to other threads, and after it.
+PTX_FN void tensor_fence_before() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
+PTX_FN void tensor_fence_after() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
 #endif
 
 // ---- 16 bytes of weights, read once: not kept in L1, the first to leave L2. Volatile: it stays before grid_dependency_wait().
@@ -216,8 +230,8 @@ PTX_FN uint4 load_stream(const void* p) {
 PTX_FN void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 PTX_FN void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
-// ---- Programmatic dependent launch. wait: until the kernels before this one have ended and their writes are visible. launch: the next kernel may
-// start, up to its own wait, when every block has called this or ended.
+// ---- Programmatic dependent launch. wait: until the kernels before this one have ended and their writes are visible. launch: the next
+// kernel may start, up to its own wait, when every block has called this or ended.
 PTX_FN void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 PTX_FN void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

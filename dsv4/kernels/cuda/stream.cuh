@@ -248,6 +248,12 @@ public:
         resume();
     }
 
+    // Whether the next item to be issued is none of the run that was last asked for, nor of what the walk has left.
+    __device__ __forceinline__ bool dry() const { return left_ == 0 && ahead_.left == 0; }
+
+    // Whether resume() would ask the walk for a run.
+    __device__ __forceinline__ bool thirsty() const { return filled_ < depth_ && dry(); }
+
     // Fills the slots that begin() found no item for: a walk may end, for a time, before grid_dependency_wait(). Before the first item().
     __device__ __forceinline__ void resume() {
 #pragma unroll 1

@@ -22,11 +22,12 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// The sum over kWarps warps, which are the whole block. `partial`: kWarps floats of shared memory, free again after the next barrier.
-template <int kWarps> __device__ __forceinline__ float sum_of_warps(float x, float* partial) {
+// The sum over kWarps consecutive warps of a block, the first a multiple of kWarps. `partial`: kWarps floats of shared memory, free again
+// after the warps' next barrier; `barrier`: the number of the named barrier that they meet at.
+template <int kWarps> __device__ __forceinline__ float sum_of_warps(float x, float* partial, int barrier) {
     x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-    __syncthreads();
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32 % kWarps] = x;
+    bar_sync(barrier, 32 * kWarps);
     x = partial[0];
 #pragma unroll
     for (int i = 1; i < kWarps; i++) x += partial[i];

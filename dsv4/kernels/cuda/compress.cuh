@@ -1,20 +1,21 @@
-// compress: tokens added to the open blocks of one or two compressors, and the entries of the blocks that they close
-// (dsv4/ops/compressor.py).
+// Tokens added to the open block of a compressor, and the entries of the blocks that they close (`compress` of dsv4/ops/compressor.py), as
+// a part of a kernel.
 //
-// A block of the grid does one pool: attention's entries (512 wide), in CSA layers beside them the indexer's keys (128). A thread has two
-// channels, in both halves where blocks overlap. Half of the threads pool: they read the states and the new tokens and leave entries in
-// shared memory. The other half keep the state: what becomes of it they hold in registers until all have read, and only they write it.
-// After that one barrier the first half finish the entries, a warp with four consecutive values a lane (vector.cuh): norm, RoPE, packing.
-// Up to 8 tokens close at most two blocks of 4, or one of 128.
+// A block of kPoolThreads does one pool: attention's entries (512 wide), or the indexer's keys (128). A thread has two channels, in both
+// halves where blocks overlap, and is alone with their state: it pools them, leaves their part of the entries in shared memory and puts
+// back what stays open. After the one barrier the entries are finished, a warp with four consecutive values a lane (vector.cuh): norm,
+// RoPE, packing. Up to 8 tokens close at most two blocks of 4, or one of 128.
 //
 // Latency on an H200 after the wait: position and token from L2 (0.3 us), then ape's row (CSA: in L1 by then; HCA: 0.7 us from memory);
-// where a block closes, its rows (0.3 us, 0.7 from memory; 56 KB through one SM for CSA). With the launch 1.8 us, 2.2 in HCA and where a
-// CSA block closes. A closing HCA block takes 512 KB through one SM, 32 KB at a time, 8 to 11 us once in 128 tokens: 0.08 us a token, of
-// which a cluster of 8 blocks would save 0.07 and cost its own at every token.
+// where a block closes, its rows (0.3 us, 0.7 from memory; 56 KB through one SM for CSA). A closing HCA block takes 512 KB through one SM,
+// which moves 64 bytes a clock at most: 4.7 us. Its exponentials take as long, beside the loads; with 32 to 64 KB on the way at any time
+// it should be 6 us once in 128 tokens, 0.05 us a token. A cluster of 8 blocks could do it in 2, but at every token it would have to wait
+// until eight SMs of one GPC have room among the blocks of the kernel before: likely more than the 0.03 us that it saves on average.
+#pragma once
 #include "vector.cuh"
 
-constexpr int kThreads = 512, kKeepers = 256;  // the last kKeepers threads keep the state
-constexpr int kCsa = 4, kHca = 128;            // tokens a block; CSA's overlap: a token has channels for the next block and its own
+constexpr int kPoolThreads = 256;
+constexpr int kCsa = 4, kHca = 128;  // tokens a block; CSA's overlap: a token has channels for the next block and its own
 constexpr int kMostTokens = 8, kMostClosed = 2;
 
 struct Pool {
@@ -86,45 +87,57 @@ struct Mean {
 // CSA's weights for a thread's channels: [half][slot][channel].
 using CsaApe = float[2][kCsa][2];
 
-// Pools the blocks that close into pooled [closed, kDim]: the block before by its first half, the block itself by the second.
+// Pools the blocks that close into pooled [closed, kDim]: the block before by its first half, the block itself by the second. The last one
+// becomes the state's block before.
 template <int kDim>
 __device__ __forceinline__ void pool_csa(const Compressor<kCsa, kDim>& from, int closed, int channel, const CsaApe& ape, float* pooled) {
+    Pair before[kCsa], block[2][kCsa];
+#pragma unroll
+    for (int j = 0; j < kCsa; j++) before[j] = from.load_pair(from.pool.kv_state, from.pool.score_state, j, channel);
     for (int b = 0; b < closed; b++) {
         Pair slots[2 * kCsa];
-        if (b == 0)
 #pragma unroll
-            for (int j = 0; j < kCsa; j++) slots[j] = from.load_pair(from.pool.kv_state, from.pool.score_state, j, channel);
-        else
+        for (int h = 0; h < 2; h++)
 #pragma unroll
-            for (int j = 0; j < kCsa; j++) slots[j] = from.read(kCsa * (b - 1) + j, channel, ape[0][j]);
+            for (int j = 0; j < kCsa; j++) block[h][j] = from.read(kCsa * b + j, h * kDim + channel, ape[h][j]);
 #pragma unroll
-        for (int j = 0; j < kCsa; j++) slots[kCsa + j] = from.read(kCsa * b + j, kDim + channel, ape[1][j]);
+        for (int j = 0; j < kCsa; j++) slots[j] = before[j], slots[kCsa + j] = block[1][j], before[j] = block[0][j];
         Mean mean;
         float value[2];
         mean.add(slots);
         mean.finish(value);
         store(pooled + b * kDim + channel, value);
     }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < kCsa; j++) from.write_state(j, h * kDim + channel, block[h][j]);
 }
 
+// Pools the block that closes: a group of 8 rows is added up while the next one is on its way. Only the last has new tokens in it.
 template <int kDim>
 __device__ __forceinline__ void pool_hca(const Compressor<kHca, kDim>& from, int channel, float* pooled) {
-    constexpr int kGroup = 8;
+    constexpr int kGroup = kMostTokens;
     Mean mean;
-    for (int first = 0; first < kHca; first += kGroup) {
-        Pair rows[kGroup];
-        if (first + kGroup <= from.held)  // nearly always, and without the choice of `read` half the instructions
+    Pair now[kGroup], next[kGroup];
 #pragma unroll
-            for (int i = 0; i < kGroup; i++) rows[i] = from.load_pair(from.pool.kv_state, from.pool.score_state, first + i, channel);
-        else
+    for (int i = 0; i < kGroup; i++) now[i] = from.load_pair(from.pool.kv_state, from.pool.score_state, i, channel);
+#pragma unroll 2
+    for (int first = kGroup; first < kHca - kGroup; first += kGroup) {
 #pragma unroll
-            for (int i = 0; i < kGroup; i++) {
-                float ape[2];
-                load(ape, from.pool.ape + (first + i) * kDim + channel);
-                rows[i] = from.read(first + i, channel, ape);
-            }
-        mean.add(rows);
+        for (int i = 0; i < kGroup; i++) next[i] = from.load_pair(from.pool.kv_state, from.pool.score_state, first + i, channel);
+        mean.add(now);
+#pragma unroll
+        for (int i = 0; i < kGroup; i++) now[i] = next[i];
     }
+#pragma unroll
+    for (int i = 0; i < kGroup; i++) {
+        float ape[2];
+        load(ape, from.pool.ape + (kHca - kGroup + i) * kDim + channel);
+        next[i] = from.read(kHca - kGroup + i, channel, ape);
+    }
+    mean.add(now);
+    mean.add(next);
     float value[2];
     mean.finish(value);
     store(pooled + channel, value);
@@ -162,14 +175,16 @@ __device__ __forceinline__ void write_open(const Compressor<kRatio, kDim>& from,
             }
 }
 
+// A block's work, all of its threads. positions: of the step's tokens; cos and sin: the angles of the first positions of their blocks.
+// pooled: kMostClosed * kDim floats of shared memory.
 template <int kRatio, int kDim>
 __device__ __forceinline__ void compress_pool(const Pool& pool, const int64_t* positions, const float* cos, const float* sin, int tokens,
                                               float eps, float* pooled) {
     using Of = Compressor<kRatio, kDim>;
     constexpr int kFinishers = kDim / 4;  // threads that finish one entry
-    static_assert(kDim <= 2 * kKeepers && kMostClosed * kFinishers <= kThreads - kKeepers);
-    const int thread = threadIdx.x, channel = thread % kKeepers * 2, entry = thread / kFinishers, dim = thread % kFinishers * 4;
-    const bool keeps = thread >= kThreads - kKeepers, owns = channel < kDim;
+    static_assert(kDim <= 2 * kPoolThreads && kMostClosed * kFinishers <= kPoolThreads);
+    const int thread = threadIdx.x, channel = thread * 2, entry = thread / kFinishers, dim = thread % kFinishers * 4;
+    const bool owns = channel < kDim;
     CsaApe ape;
     float norm[4];
     load(norm, pool.norm + dim);
@@ -183,45 +198,28 @@ __device__ __forceinline__ void compress_pool(const Pool& pool, const int64_t* p
     grid_dependency_wait();
 
     Pair newest[Of::kHalves];  // loaded with the position: all that a step of one token needs, unless it closes a block
-    if (keeps && owns)
+    if (owns)
 #pragma unroll
         for (int h = 0; h < Of::kHalves; h++) newest[h] = Of::load_pair(pool.kv, pool.score, 0, h * kDim + channel);
     const unsigned position = static_cast<unsigned>(positions[0]);
     const int held = position % kRatio, closed = (held + tokens) / kRatio;
     const Of from{pool, held};
     if (!closed) {
-        if (keeps && owns) write_open(from, tokens, closed, channel, newest);
+        if (owns) write_open(from, tokens, closed, channel, newest);
         return;
     }
 
     Angles angles = {};
-    Pair last[2][kCsa];  // CSA: the last block that closes
-    if (!keeps) {
-        const int token = (entry + 1) * kRatio - 1 - held;
-        if (entry < closed) angles = load_angles(dim, kDim, cos + token * (kRope / 2), sin + token * (kRope / 2));
-        if (owns) {
-            if constexpr (kRatio == kCsa)
-                pool_csa(from, closed, channel, ape, pooled);
-            else
-                pool_hca(from, channel, pooled);
-        }
-    } else if (kRatio == kCsa && owns) {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int j = 0; j < kCsa; j++) last[h][j] = from.read(kCsa * (closed - 1) + j, h * kDim + channel, ape[h][j]);
-    }
-    __syncthreads();  // the states are read, the entries are pooled
-    if (keeps) {
-        if (!owns) return;
+    const int last = (entry + 1) * kRatio - 1 - held;  // the entry's last token
+    if (entry < closed) angles = load_angles(dim, kDim, cos + last * (kRope / 2), sin + last * (kRope / 2));
+    if (owns) {
         if constexpr (kRatio == kCsa)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int j = 0; j < kCsa; j++) from.write_state(j, h * kDim + channel, last[h][j]);
+            pool_csa(from, closed, channel, ape, pooled);
+        else
+            pool_hca(from, channel, pooled);
         write_open(from, tokens, closed, channel, newest);
-        return;
     }
+    __syncthreads();  // the entries are pooled
     if (entry >= closed) return;
 
     float v[4], sum = 0.0f;
@@ -242,34 +240,4 @@ __device__ __forceinline__ void compress_pool(const Pool& pool, const int64_t* p
         for (int i = 0; i < 4; i++) v[i] = round_bf16(v[i]);
         store_index_key(v, dim, pool.values + row * kIndexBytes, pool.scales + row * kIndexScales);
     }
-}
-
-template <int kRatio>
-__global__ void __launch_bounds__(kThreads) compress_kernel(Pool attention, Pool index, const int64_t* positions,
-                                                            const float* cos, const float* sin, int tokens, float eps) {
-    DYN_SMEM(float, pooled);
-    if (kRatio == kHca || blockIdx.x == 0)
-        compress_pool<kRatio, kKey>(attention, positions, cos, sin, tokens, eps, pooled);
-    else
-        compress_pool<kCsa, kIndex>(index, positions, cos, sin, tokens, eps, pooled);
-}
-
-// Tokens at positions[0], positions[0] + 1, .., below 2^32; tokens <= 8; ratio 4 (c = 2) or 128 (c = 1). Attention's pool: kv, score
-// [tokens, c * 512], ape [ratio, c * 512], norm [512], kv_state and score_state [c * ratio, c * 512], fp32; values and scales: Keys.
-// index_*: the indexer's, with 128 for 512, and IndexKeys; null without one, as for ratio 128. cos and sin [tokens, 32]: the angles of the
-// first position of the token's block.
-extern "C" int compress(const float* kv, const float* score, const float* ape, const float* norm, float* kv_state, float* score_state,
-                        uint8_t* values, uint8_t* scales, const float* index_kv, const float* index_score, const float* index_ape,
-                        const float* index_norm, float* index_kv_state, float* index_score_state, uint8_t* index_values,
-                        uint8_t* index_scales, const int64_t* positions, const float* cos, const float* sin, int tokens, int ratio,
-                        float eps, cudaStream_t stream) {
-    const Pool attention{kv, score, ape, norm, kv_state, score_state, values, scales};
-    const Pool index{index_kv, index_score, index_ape, index_norm, index_kv_state, index_score_state, index_values, index_scales};
-    if (tokens > kMostTokens || (ratio != kCsa && (ratio != kHca || index_kv))) return cudaErrorInvalidValue;
-    if (!rows_aligned(kv, kKey) || !rows_aligned(score, kKey) || !rows_aligned(index_kv, kIndex) || !rows_aligned(index_score, kIndex))
-        return cudaErrorInvalidValue;
-    auto kernel = ratio == kCsa ? compress_kernel<kCsa> : compress_kernel<kHca>;
-    LAUNCH(kernel, dim3(index_kv ? 2 : 1), dim3(kThreads), kMostClosed * kKey * sizeof(float), stream, attention, index, positions, cos,
-           sin, tokens, eps);
-    return cudaGetLastError();
 }
