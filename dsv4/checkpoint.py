@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -114,6 +115,15 @@ class Need:
     linear: bool = False
 
 
+class Stored(NamedTuple):
+    """How one Need lies on disk. `kind` is a Weight's: "plain", "fp8", "nvfp4" or "mxfp4"; `dtype` that of its elements or codes, as
+    safetensors calls it; `nbytes` counts its scales."""
+
+    kind: str
+    dtype: str
+    nbytes: int
+
+
 def needs_of_layer(config: ModelConfig, layer: int) -> list[Need]:
     """Every linear and tensor of one layer, native names (model.md section 11)."""
     c, p, out = config, f"layers.{layer}.", []
@@ -172,7 +182,8 @@ def needs_outside_layers(config: ModelConfig) -> list[Need]:
             Need("hc_head_scale", "mHC", (1,)), Need("head", "head", (config.vocab_size, dim), True)]
 
 
-def _read_json(path, what):
+def read_json(path: Path, what: str) -> dict:
+    """A JSON object's file. Raises CheckpointError for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -257,7 +268,7 @@ def human_bytes(size: int) -> str:
     return f"{size} B"
 
 
-def _family(config):
+def family(config: ModelConfig) -> str:
     """Pro, Flash or tiny by the numbers that size the weights (lengths and token ids may differ), else custom."""
     def size(c):
         return (c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.n_routed_experts, c.moe_intermediate_size, c.compress_ratios)
@@ -275,11 +286,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        raw = _read_json(folder / "config.json", "the model's config")
+        raw = read_json(folder / "config.json", "the model's config")
         self.config = ModelConfig.from_dict(raw, source=str(folder / "config.json"))
         self.block = _fp8_block(raw, self.config)
         path = folder / "generation_config.json"
-        self.generation_config = _read_json(path, "generation settings") if path.exists() else {}
+        self.generation_config = read_json(path, "generation settings") if path.exists() else {}
         self._problems: list[str] = []
         self._modules: dict[str, dict[str, Entry]] = {}  # module -> last part of the key -> entry
         self._layouts: dict[str, Layout] = {}
@@ -368,7 +379,7 @@ class Checkpoint:
         if len(indexes) > 1:
             raise CheckpointError(f"{self.folder}: expected one *.safetensors.index.json, found {len(indexes)}")
         if indexes:
-            weight_map = _read_json(indexes[0], "an index of shards").get("weight_map")
+            weight_map = read_json(indexes[0], "an index of shards").get("weight_map")
             if not isinstance(weight_map, dict) or not all(
                     isinstance(name, str) and Path(name).name == name for name in weight_map.values()):
                 raise CheckpointError(f"{indexes[0]}: expected weight_map, from tensor to shard, found {str(weight_map)[:60]}")
@@ -418,7 +429,7 @@ class Checkpoint:
         layers = {kind: kinds[kind] for kind in ("SWA", "CSA", "HCA") if kinds[kind]}
         layers |= {"hash router": min(c.num_hash_layers, c.num_hidden_layers),
                    "learned router": max(0, c.num_hidden_layers - c.num_hash_layers)}
-        audit = Audit(str(self.folder), _family(c), layers, self._shards, problems=self._problems)
+        audit = Audit(str(self.folder), family(c), layers, self._shards, problems=self._problems)
         claimed: set[int] = set()
         self._layer_sizes = []
         self._compare_experts(audit)
@@ -600,6 +611,14 @@ class Checkpoint:
         if problem is not None:
             raise CheckpointError(f"{layout.scale.shard}: {layout.scale.key}: {problem}; the checkpoint is damaged: fetch the shard again")
         return weight
+
+    def stored(self, need: Need) -> Stored:
+        """How one thing that the config needs lies on disk, from the headers alone."""
+        if need.linear:
+            layout = self._layouts[need.name]
+            return Stored(layout.kind, layout.payload.dtype, self._sizes[need.name])
+        module, _, suffix = need.name.rpartition(".")
+        return Stored("plain", self._modules[module][suffix].dtype, self._sizes[need.name])
 
     def nbytes(self, prefix: str = "") -> int:
         """Bytes of what the config needs whose native name starts with `prefix`, as stored ("" for all)."""

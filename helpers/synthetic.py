@@ -11,7 +11,7 @@ import zlib
 
 import torch
 
-from dsv4.checkpoint import Need, needs_of_layer, needs_outside_layers
+from dsv4.checkpoint import Need, Stored, needs_of_layer, needs_outside_layers
 from dsv4.config import ModelConfig
 from dsv4.formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight, from_reciprocal
 
@@ -80,6 +80,13 @@ class SyntheticCheckpoint:
 
     def layer_bytes(self, layer: int) -> int:
         return self.nbytes(f"layers.{layer}.")
+
+    def stored(self, need: Need) -> Stored:
+        """As Checkpoint.stored."""
+        kind = self._kind(need.name).removesuffix("-ct") if need.linear else "plain"
+        size = self.bytes_of(need)
+        plain = {2: "BF16", 4: "F32", 8: "I64"}[size // math.prod(need.shape)] if kind == "plain" else "F8_E4M3" if kind == "fp8" else "U8"
+        return Stored(kind, plain, size)
 
     def bytes_of(self, need: Need) -> int:
         """As it would lie in a file, scales included."""

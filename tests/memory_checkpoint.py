@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from dsv4.checkpoint import Need, Stored
 from dsv4.config import ModelConfig
 from dsv4.formats import Weight
 from dsv4.layers import Numerics
@@ -27,6 +28,11 @@ class MemoryCheckpoint:
 
     def weight(self, name: str) -> Weight:
         return Weight.plain(self.state[name + ".weight"])
+
+    def stored(self, need: Need) -> Stored:
+        tensor = self.state[need.name + ".weight" * need.linear]
+        dtype = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}[tensor.dtype]
+        return Stored("plain", dtype, tensor.numel() * tensor.element_size())
 
     def nbytes(self, prefix: str = "") -> int:
         return sum(t.numel() * t.element_size() for name, t in self.state.items() if name.startswith(prefix))

@@ -30,9 +30,12 @@ emulator: Callable[[Kernel, list], int] | None = None
 
 def architecture(device: torch.device) -> str:
     """The architecture to compile for. Raises UserError for a GPU that has none of ours."""
-    capability = torch.cuda.get_device_capability(device)
+    return architecture_of(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+
+
+def architecture_of(capability: tuple[int, int], name: str) -> str:
+    """The same for a GPU of this compute capability that need not be there."""
     if capability not in _CAPABILITIES:
-        name = torch.cuda.get_device_name(device)
         raise UserError(f"--backend cuda: expected a GPU of compute capability 9.0, 10.0 or 10.3, found {name} with {capability[0]}."
                         f"{capability[1]}: run with --backend torch")
     return _CAPABILITIES[capability]

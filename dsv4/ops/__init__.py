@@ -4,6 +4,7 @@ from .attention import attend, attention
 from .backend import max_tokens
 from .backend import register as register_kernel
 from .backend import select as select_backend
+from .backend import selected as selected_backend
 from .backend import trying as trying_kernel
 from .compressor import Pool, compress, pool
 from .experts import Expert, Experts, moe, pack_experts
@@ -24,6 +25,6 @@ __all__ = [
     "fp8_round_trip", "grouped_linear", "hadamard", "hc_head", "index_scores", "kv_norm_rope", "latents", "linear", "max_tokens",
     "mhc_post", "mhc_pre", "moe", "new_index_keys", "new_keys", "nvfp4_linear", "nvfp4_round_trip", "pack_experts", "pack_gate",
     "pack_weights", "pool", "projections", "query_norm_rope", "register_kernel", "rms_norm", "rms_norm_to_nvfp4", "rope_frequencies",
-    "rope_table", "router", "sample", "select_backend", "select_entries", "swiglu_to_nvfp4", "to_nvfp4", "trying_kernel",
-    "unpack_nvfp4", "update_caches", "weighted_relu",
+    "rope_table", "router", "sample", "select_backend", "select_entries", "selected_backend", "swiglu_to_nvfp4", "to_nvfp4",
+    "trying_kernel", "unpack_nvfp4", "update_caches", "weighted_relu",
 ]

@@ -13,6 +13,7 @@ _definitions: dict[str, Callable] = {}
 _kernels: dict[str, Callable] = {}  # what `register` was told, and those of dsv4/kernels once "cuda" was selected
 _chosen: dict[str, Callable] = {}  # what runs instead of the definition
 _max_tokens: int | None = None
+_selected = "torch"
 
 
 def operation(definition: Callable) -> Callable:
@@ -54,11 +55,16 @@ def max_tokens() -> int | None:
     return _max_tokens
 
 
+def selected() -> str:
+    """The backend that was chosen."""
+    return _selected
+
+
 def select(backend: str) -> None:
     """Chooses the implementation of every operation: "torch" or "cuda". Raises UserError when a kernel is missing."""
-    global _max_tokens
+    global _max_tokens, _selected
     _chosen.clear()
-    _max_tokens = None
+    _max_tokens, _selected = None, "torch"
     if backend == "cuda":
         from .. import kernels  # here, as the torch backend needs none of it
 
@@ -70,6 +76,6 @@ def select(backend: str) -> None:
             raise UserError(f"--backend cuda: expected a kernel for every operation, found none for {missing[0]!r} (and {len(missing) - 1} "
                             "more): run with --backend torch, which also takes --devices cuda:0")
         _chosen.update(_kernels)
-        _max_tokens = kernels.MAX_TOKENS
+        _max_tokens, _selected = kernels.MAX_TOKENS, backend
     elif backend != "torch":
         raise UserError(f"--backend: expected torch or cuda, found {backend!r}")
