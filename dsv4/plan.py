@@ -1,16 +1,26 @@
-"""Which layer goes on which device and what that takes, decided before a byte of weights is read; it fits, or says what is missing."""
+"""Which layer goes on which device and what that takes, decided before a byte of weights is read; it fits, or says what would fit instead.
+
+Sizes come from the checkpoint's headers, the layouts of dsv4/kernels/packing.py and allocations on torch's meta device. Nothing here needs
+a GPU, so a plan can be made for a machine that one does not have (machines.py).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from . import ops
 from .cache import layer_cache_bytes
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Need, Stored, needs_of_layer, needs_outside_layers
 from .config import ModelConfig
 from .errors import DoesNotFit
+from .kernels.packing import ROWS, packed_shape
+from .machines import GIB, reserved
 from .ops.attention import TILE as ATTENTION_TILE
 from .ops.indexer import TILE as INDEX_TILE
 from .ops.linear import TILE as LINEAR_TILE
@@ -18,7 +28,11 @@ from .ops.linear import TILE as LINEAR_TILE
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """One device's share: the layers it runs and bytes by purpose."""
+    """One device's share: the layers it runs and bytes by purpose.
+
+    weights, cache: kept. scratch: held besides at the peak of a step. graphs: the captured decode step's own memory. loading: held
+    besides the weights at the peak of the load, before there are caches. reserved: left free for what no tensor shows (machines.py).
+    """
 
     device: torch.device
     layers: tuple[int, ...]
@@ -26,97 +40,377 @@ class DevicePlan:
     cache: int
     scratch: int
     free: int
+    graphs: int = 0
+    loading: int = 0
+    reserved: int = 0
 
     @property
     def needed(self) -> int:
-        return self.weights + self.cache + self.scratch
+        """At the higher of the two peaks, the load's and the run's."""
+        return self.weights + max(self.loading, self.cache + self.scratch + self.graphs)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are not there; 0 if it fits."""
+        return max(0, self.needed + self.reserved - self.free)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The layers to run, in order, each on its device, for `context` tokens in steps of at most `chunk`."""
+    """The layers to run, in order, each on its device, for `context` tokens in steps of at most `chunk`; `host`: memory that a run on
+    GPUs takes beside them."""
 
     layers: tuple[int, ...]
     devices: tuple[DevicePlan, ...]
     context: int
     chunk: int
     keep_dequantised: bool
+    host: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return not any(d.missing for d in self.devices)
 
     def device_of(self, layer: int) -> torch.device:
         """Where a planned layer runs."""
         return next(d.device for d in self.devices if layer in d.layers)
 
 
-def layer_parameters(config: ModelConfig, layer: int) -> int:
-    """Elements of a layer's matrices (model.md section 1, parameter counts, without norms, sinks, ape and mHC)."""
-    c, D, r = config, config.hidden_size, config.compress_ratios[layer]
-    heads = c.num_attention_heads * c.head_dim
-    total = c.q_lora_rank * (D + heads) + D * c.head_dim + c.o_lora_rank * (heads + c.o_groups * D)
-    if r:
-        total += 2 * config.coff(layer) * c.head_dim * D
-    if r == 4:
-        total += c.index_n_heads * (c.index_head_dim * c.q_lora_rank + D) + 4 * c.index_head_dim * D
-    return total + c.n_routed_experts * D + (c.n_routed_experts + c.n_shared_experts) * 3 * D * c.moe_intermediate_size
+@dataclass(frozen=True)
+class Wish:
+    """What is to be run. `logit_rows` rows of logits are made at once and `dump_rows` kept on the host; `caches` of the whole context are
+    held. `expand`: quantised weights are kept dequantised (fp32, the same values, faster on the definitions) when that takes at most half
+    of what is free. `auto`: on the fewest of the devices that suffice; `per_device`: so many layers on each."""
+
+    layers: range
+    context: int
+    chunk: int
+    dtype: torch.dtype
+    logit_rows: int = 1
+    dump_rows: int = 0
+    caches: int = 1
+    expand: bool = True
+    auto: bool = False
+    per_device: tuple[int, ...] | None = None
+
+
+class Room(NamedTuple):
+    """A device and the bytes it has free."""
+
+    device: torch.device
+    free: int
+
+
+class Instead(NamedTuple):
+    """What would fit, the rest as wished: the largest context, the fewest GPUs (like the one with the most free), the longest run of layers
+    from the first one; None where nothing does."""
+
+    context: int | None
+    devices: int | None
+    layers: range | None
 
 
 def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: range, context: int, chunk: int, dtype: torch.dtype,
               free_bytes: Callable[[torch.device], int], auto: bool = False, logit_rows: int = 1, expand: bool = True) -> Plan:
-    """Contiguous runs of `layers` over `devices`, balanced by bytes; the embedding with the first, the head with the last.
-
-    `auto` takes the fewest of the devices that suffice. With `expand`, quantised weights are kept dequantised (fp32, the same values,
-    faster on the definitions) when that takes at most half of what is free. `logit_rows` rows of logits are made at once. Raises
-    DoesNotFit with the device, the bytes needed and the bytes free.
-    """
-    devices = devices[: len(layers)]
-    tries = range(1, len(devices) + 1) if auto else (len(devices),)
-    for count in tries:
-        shares = {keep: _shares(checkpoint, devices[:count], layers, context, chunk, dtype, free_bytes, keep, logit_rows)
-                  for keep in (True, False)}
-        if expand and all(2 * d.needed <= d.free for d in shares[True]):
-            return Plan(tuple(layers), shares[True], context, chunk, True)
-        if all(d.needed <= d.free for d in shares[False]):
-            return Plan(tuple(layers), shares[False], context, chunk, False)
-    worst = max(shares[False], key=lambda d: d.needed - d.free)
-    raise DoesNotFit(f"{worst.device}: needs {_gib(worst.needed)} GiB (weights {_gib(worst.weights)}, caches for {context} tokens "
-                     f"{_gib(worst.cache)}, scratch {_gib(worst.scratch)}), has {_gib(worst.free)} GiB free: "
-                     "give more --devices, a smaller --context or fewer --layers")
+    """The plan of a Wish. Raises DoesNotFit with the device, the bytes needed, the bytes free and what would fit."""
+    wish = Wish(layers, context, chunk, dtype, logit_rows, expand=expand, auto=auto)
+    return Planner(checkpoint, [Room(d, free_bytes(d)) for d in devices], wish).fitting()
 
 
-def _shares(checkpoint, devices, layers, context, chunk, dtype, free_bytes, keep, logit_rows):
-    config = checkpoint.config
-    ends = config.vocab_size * config.hidden_size
-    expanded = {n: 4 * layer_parameters(config, n) for n in layers}
-    weights = {n: expanded[n] if keep else checkpoint.layer_bytes(n) for n in layers}
-    caches = {n: layer_cache_bytes(config, n, context, chunk, dtype) for n in layers}
-    first, last = checkpoint.nbytes("embed"), 4 * ends if keep else checkpoint.nbytes("head")
-    total = sum(weights.values()) + sum(caches.values()) + first + last
-    runs, done = [[] for _ in devices], first
-    for n in layers:  # a layer goes where the middle of its bytes falls
-        size = weights[n] + caches[n]
-        runs[min(int((done + size / 2) * len(devices) / total), len(devices) - 1)].append(n)
-        done += size
-    largest = max(checkpoint.layer_bytes(n) for n in layers)
-    runs_devices = [(run, device) for run, device in zip(runs, devices, strict=True) if run]
-    return tuple(
-        DevicePlan(device, tuple(run),
-                   sum(weights[n] for n in run) + first * (i == 0) + last * (i == len(runs_devices) - 1),
-                   sum(caches[n] for n in run), largest + _scratch(config, context, chunk, logit_rows), free_bytes(device))
-        for i, (run, device) in enumerate(runs_devices))
+class Planner:
+    """Plans for one checkpoint, of which it reads sizes only. The backend must have been selected: it decides what weights and caches
+    become."""
+
+    def __init__(self, checkpoint: Checkpoint, rooms: list[Room], wish: Wish):
+        self.checkpoint, self.rooms, self.wish = checkpoint, rooms, wish
+        self.packs = ops.selected_backend() == "cuda"
+        self._sizes: dict[str, Sizes] = {}
+        self._caches: dict[tuple, int] = {}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the wish, whether it fits or not."""
+        return self._plan(self.rooms, self.wish)
+
+    def fitting(self) -> Plan:
+        """The plan; raises DoesNotFit in one line where it does not."""
+        if self.plan.fits:
+            return self.plan
+        worst = max(self.plan.devices, key=lambda d: d.missing)
+        raise DoesNotFit(
+            f"{worst.device}: needs {gib(worst.needed)} GiB (weights {gib(worst.weights)}, caches for {self.wish.context} tokens "
+            f"{gib(worst.cache)}, scratch {gib(worst.needed - worst.weights - worst.cache)}"
+            + (f") and {gib(worst.reserved)} in reserve" if worst.reserved else ")")
+            + f", has {gib(worst.free)} GiB free: {self.advice()}; --plan shows all of it")
+
+    def advice(self) -> str:
+        """What would fit instead, in words."""
+        context, devices, layers = self.instead
+        ways = [f"--context {context}"] if context else []
+        ways += [f"{devices} such GPUs"] if devices else []
+        ways += [f"--layers {layers.start}:{layers.stop}"] if layers else []
+        return "it fits with " + ", or with ".join(ways) if ways else "nothing smaller fits: a device with more memory is needed"
+
+    @cached_property
+    def instead(self) -> Instead:
+        """What would fit. Each is found by trying."""
+        wish, most = self.wish, self.checkpoint.config.max_position_embeddings
+
+        def with_context(n):
+            return self._plan(self.rooms, replace(wish, context=n, chunk=min(wish.chunk, n))).fits
+
+        def with_layers(n):  # the counts per device were given for all of them
+            return self._plan(self.rooms, replace(wish, layers=wish.layers[:n], per_device=None)).fits
+
+        count, largest = None, max(self.rooms, key=lambda room: room.free)
+        if largest.device.type == "cuda":
+            need = sum(d.weights + d.cache for d in self.plan.devices) if not self.plan.keep_dequantised else 0
+            for n in range(max(1, need // max(1, largest.free)), len(wish.layers) + 1):
+                rooms = [Room(torch.device("cuda", i), largest.free) for i in range(n)]
+                if self._plan(rooms, replace(wish, auto=False, per_device=None)).fits:
+                    count = n
+                    break
+        layers = len(wish.layers) if self.plan.fits else _largest(with_layers, len(wish.layers) - 1)
+        return Instead(_largest(with_context, most) or None, count, wish.layers[:layers] if layers else None)
+
+    # ---- one plan
+
+    def _plan(self, rooms: list[Room], wish: Wish) -> Plan:
+        if wish.per_device:
+            rooms = rooms[: len(wish.per_device)]
+        rooms, shares = rooms[: len(wish.layers)], ()
+        for count in range(1, len(rooms) + 1) if wish.auto and not wish.per_device else (len(rooms),):
+            if wish.expand and not self.packs:
+                shares = self._shares("fp32", rooms[:count], wish)
+                if all(2 * d.needed <= d.free for d in shares):
+                    return self._made(shares, wish, True)
+            shares = self._shares("packed" if self.packs else "stored", rooms[:count], wish)
+            if not any(d.missing for d in shares):
+                break
+        return self._made(shares, wish, False)
+
+    def _made(self, shares, wish, keep):
+        return Plan(tuple(wish.layers), shares, wish.context, wish.chunk, keep, self._host(shares, wish, keep))
+
+    def _shares(self, form: str, rooms: list[Room], wish: Wish) -> tuple[DevicePlan, ...]:
+        """Balanced by bytes; where that does not fit, as what the devices have free."""
+        if wish.per_device:
+            return self._devices(form, rooms, wish, wish.per_device)
+        sizes, caches = self._sizes_of(form), self._cache_bytes(wish)
+        layers = [sizes.layers[n].kept + caches[n] for n in wish.layers]
+        shares = ()
+        for room in ([1] * len(rooms), [max(1, r.free) for r in rooms]):
+            shares = self._devices(form, rooms, wish, split(layers, sizes.first.kept, sizes.last.kept, room))
+            if not any(d.missing for d in shares):
+                break
+        return shares
+
+    def _devices(self, form, rooms, wish, counts) -> tuple[DevicePlan, ...]:
+        sizes, caches, out, start = self._sizes_of(form), self._cache_bytes(wish), [], 0
+        trial = self._cache_bytes(replace(wish, context=min(256, wish.context), caches=1)) if self.packs else {}
+        for i, (room, count) in enumerate(zip(rooms, counts, strict=True)):
+            layers, last = wish.layers[start : start + count], i == len(rooms) - 1
+            parts = [sizes.first] * (i == 0) + [sizes.layers[n] for n in layers] + [sizes.last] * last
+            weights, peak = 0, 0
+            for part in parts:  # in the order in which they are loaded
+                weights += part.kept
+                peak = max(peak, weights + part.loading)
+            step = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
+            graphs = sum(trial[n] for n in layers) + self._step(room.device, wish, 1, form) if self.packs else 0
+            out.append(DevicePlan(room.device, tuple(layers), weights, sum(caches[n] for n in layers), step, room.free, graphs,
+                                  peak - weights, reserved(weights) if room.device.type == "cuda" else 0))
+            start += count
+        return tuple(out)
+
+    def _step(self, device, wish, tokens, form):
+        """What a step of so many tokens holds at once."""
+        config, rows = self.checkpoint.config, min(tokens, wish.logit_rows)
+        if self.packs:
+            return kernel_scratch(config, wish.context, tokens, rows)
+        largest = 0 if form == "fp32" else self._sizes_of(form).largest_matrix
+        return definition_scratch(config, wish.context, tokens, rows, min(largest, LINEAR_TILE) * (4 if device.type == "cpu" else 12))
+
+    def _sizes_of(self, form):
+        if form not in self._sizes:
+            self._sizes[form] = sizes_of(self.checkpoint, self.wish.layers, form, self.rooms[0].device)
+        return self._sizes[form]
+
+    def _cache_bytes(self, wish) -> dict[int, int]:
+        """By layer; layers of one compress ratio have equal caches."""
+        config, out = self.checkpoint.config, {}
+        for n in wish.layers:
+            key = config.compress_ratios[n], wish.context, wish.chunk
+            if key not in self._caches:
+                self._caches[key] = layer_cache_bytes(config, n, wish.context, wish.chunk, wish.dtype)
+            out[n] = wish.caches * self._caches[key]
+        return out
+
+    def _host(self, shares, wish, keep):
+        """Beside the GPUs: the process, the one weight that is being read (and its fp32 copy), and the rows of logits that are kept."""
+        if shares[0].device.type == "cpu":
+            return shares[0].needed
+        sizes = self._sizes_of("fp32" if keep else "packed" if self.packs else "stored")
+        return HOST + sizes.largest_stored + 4 * sizes.largest_matrix * keep + 4 * wish.dump_rows * self.checkpoint.config.vocab_size
 
 
-def _scratch(config, context, chunk, logit_rows):
-    """What the torch definitions hold at once: scores of attention and indexer with their copies, the top-k's sort, a dequantised
-    tile, a chunk's activations."""
+HOST = 2 << 30  # Python, torch and CUDA's host side, and the tables of 285,660 headers (Pro); not measured with a GPU yet
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits, if all below it do; 0 if 1 does not."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = most if high > most and low == 0 else (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# ----------------------------------------------------------------------------------------------------------- the split
+
+
+def split(sizes: list[int], first: int, last: int, room: list[int]) -> tuple[int, ...]:
+    """How many of the layers, of so many bytes, each device takes: contiguous runs, none empty, `first` bytes more on the first device and
+    `last` more on the last. The largest share in proportion to `room` is as small as it can be; of these splits, the most even one."""
+    count, n, sums = len(room), len(sizes), [0]
+    for size in sizes:
+        sums.append(sums[-1] + size)
+
+    def load(d, i, j):
+        return (sums[j] - sums[i] + first * (d == 0) + last * (d == count - 1)) / room[d]
+
+    def best(cost, join):
+        """By dynamic programming: costs[j] of the first j layers on the devices so far, and where the last device's run began."""
+        costs, cuts = [0.0] + [math.inf] * n, []
+        for d in range(count):
+            ends = range(d + 1, n - (count - 1 - d) + 1)
+            found = {j: min((join(costs[i], cost(load(d, i, j))), i) for i in range(d, j)) for j in ends}
+            costs = [found[j][0] if j in found else math.inf for j in range(n + 1)]
+            cuts.append({j: i for j, (_, i) in found.items()})
+        end, counts = n, []
+        for cut in reversed(cuts):
+            counts.append(end - cut[end])
+            end = cut[end]
+        return costs[n], tuple(reversed(counts))
+
+    limit, _ = best(lambda x: x, max)
+    _, counts = best(lambda x: x * x if x <= limit * (1 + 1e-9) else math.inf, lambda a, b: a + b)
+    return counts
+
+
+# ----------------------------------------------------------------------------------------------------------- the sizes
+
+
+class Part(NamedTuple):
+    """Bytes of a layer or an end of the model on its device: what stays, and what is held besides while it is loaded."""
+
+    kept: int
+    loading: int
+
+
+class Sizes(NamedTuple):
+    """Of a checkpoint whose weights take one form: the embedding, the layers, the head with what is before it; the most elements that a
+    matrix and the most stored bytes that a tensor has."""
+
+    first: Part
+    layers: dict[int, Part]
+    last: Part
+    largest_matrix: int
+    largest_stored: int
+
+
+def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.device) -> Sizes:
+    """`form` of linears: "fp32" (dequantised copies), "stored" (as on disk) or "packed" (as the kernels stream them)."""
+    config, largest = checkpoint.config, [0, 0]
+
+    def part(needs: list[Need]) -> Part:
+        described = [(need, checkpoint.stored(need)) for need in needs]
+        for need, stored in described:
+            largest[0] = max(largest[0], math.prod(need.shape) if need.linear else 0)
+            largest[1] = max(largest[1], stored.nbytes)
+        return Part(sum(kept_bytes(need, stored, form) for need, stored in described), loading_bytes(described, form, device))
+
+    embed, *head = needs_outside_layers(config)
+    in_layers = {n: part(needs_of_layer(config, n)) for n in layers}
+    if form == "packed":  # the experts' factors
+        in_layers = {n: p._replace(kept=p.kept + 12 * (config.n_routed_experts + 1)) for n, p in in_layers.items()}
+    return Sizes(part([embed]), in_layers, part(head), *largest)
+
+
+def kept_bytes(need: Need, stored: Stored, form: str) -> int:
+    """What a tensor or linear takes on its device once it is loaded (layers/binder.py, ops.pack_*)."""
+    count, name = math.prod(need.shape), need.name
+    if not need.linear:
+        if name == "embed.weight":
+            return stored.nbytes
+        if name.endswith("tid2eid"):
+            return 8 * count
+        return (2 if form == "packed" and name.endswith("gate.weight") and stored.dtype == "BF16" else 4) * count
+    if form == "fp32":
+        return 4 * count
+    if form == "stored":  # without the global scale, which is a python number
+        return {"nvfp4": count // 2 + count // 16, "mxfp4": count // 2 + count // 32}.get(stored.kind, stored.nbytes)
+    if "experts." in name and name.endswith("w3"):
+        return 0  # in the tiles of w1
+    tile_rows = ROWS // 2 if "experts." in name and name.endswith("w1") else ROWS
+    return math.prod(packed_shape(stored.kind, *need.shape, tile_rows))
+
+
+def loading_bytes(described: list[tuple[Need, Stored]], form: str, device: torch.device) -> int:
+    """What loading these holds besides what stays. To be packed, the weights of a launch are on the device together as they are stored (all
+    experts of a layer, in particular), and packing.py takes about four times the codes of a chunk."""
+    chunk = 1 << 20 if device.type == "cpu" else 1 << 26
+    launches: dict[str, int] = {}
+    most = largest = 0
+    for need, stored in described:
+        count = math.prod(need.shape)
+        if not need.linear:
+            most = max(most, stored.nbytes + count)  # as stored, and which are finite
+        elif form == "packed":
+            launch = _launch(need.name)
+            launches[launch] = launches.get(launch, 0) + stored.nbytes
+            largest = max(largest, stored.nbytes)
+        elif device.type == "cpu":
+            most = max(most, stored.nbytes if form == "fp32" else 0)
+        if need.linear and ("compressor" in need.name or "indexer" in need.name):
+            most = max(most, 12 * count)  # looked through for NaN, dequantised
+    return max(most, max(launches.values(), default=0) + 4 * min(chunk, largest))
+
+
+def _launch(name):
+    """Which weights are packed together (layers/attention.py, layers/moe.py)."""
+    if ".ffn." in name:
+        return "experts"
+    return name if name.endswith(("wo_a", "wo_b")) else "latent" if name.endswith("wq_b") else "input"
+
+
+def definition_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: int, matrix_bytes: int) -> int:
+    """What the torch definitions hold at once in a step: scores of attention and indexer with their copies, the top-k's sort, a dequantised
+    tile (`matrix_bytes`), the tokens' activations."""
     ratios = {r for r in config.compress_ratios if r}
     entries = context // min(ratios) if ratios else 0
-    reachable = config.sliding_window + chunk + entries
-    scores = 3 * min(ATTENTION_TILE, chunk * config.num_attention_heads * reachable)
+    reachable = config.sliding_window + tokens + entries
+    scores = 3 * min(ATTENTION_TILE, tokens * config.num_attention_heads * reachable)
     if 4 in ratios and entries > config.index_topk:  # the products and their relu; then scores, ranks, order (int64) and masks
-        scores = max(scores, 2 * min(INDEX_TILE, chunk * config.index_n_heads * entries) + 6 * chunk * entries)
-    queries = chunk * config.num_attention_heads * config.head_dim
-    streams = chunk * config.hc_mult * config.hidden_size
-    return 4 * (scores + LINEAR_TILE // 4 + 6 * queries + 6 * streams + logit_rows * config.vocab_size)
+        scores = max(scores, 2 * min(INDEX_TILE, tokens * config.index_n_heads * entries) + 6 * tokens * entries)
+    queries = tokens * config.num_attention_heads * config.head_dim
+    streams = tokens * config.hc_mult * config.hidden_size
+    return 4 * (scores + 6 * queries + 6 * streams + logit_rows * config.vocab_size) + matrix_bytes
 
 
-def _gib(n):
-    return f"{n / 2**30:.2f}"
+def kernel_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: int) -> int:
+    """What the kernels' wrappers allocate for one layer and the head in a step, all of it together: the projections (fp32), the attention's
+    partial sums, the indexer's scores of every entry, the streams, the logits."""
+    c = config
+    splits = max(1, min(64, 264 // (-(-c.num_attention_heads // 16) * tokens)))  # kernels/attention.py
+    queries = c.num_attention_heads * c.head_dim
+    fp32 = c.q_lora_rank + 5 * c.head_dim + queries + c.num_attention_heads * splits * (c.head_dim + 2)
+    if 4 in c.compress_ratios:
+        fp32 += c.index_n_heads * (c.index_head_dim + 1) + 4 * c.index_head_dim + context // 4 + c.index_topk
+    bf16 = queries + c.o_groups * c.o_lora_rank + (3 * c.hc_mult + 4) * c.hidden_size
+    bf16 += (c.num_experts_per_tok + 2) * c.moe_intermediate_size
+    return tokens * (4 * fp32 + 2 * bf16) + 4 * logit_rows * c.vocab_size
+
+
+def gib(size: int) -> str:
+    """In GiB, two digits behind the point."""
+    return f"{size / GIB:.2f}"

@@ -9,7 +9,8 @@ import torch
 
 from . import ops
 from .errors import UserError
-from .kernels.launch import architecture
+from .kernels.launch import architecture, architecture_of
+from .machines import Machine
 
 # Below this many bytes a layer, one thread decodes as fast as two (75 and 71 tokens/s for the bundled checkpoint), and when the other core
 # is busy three times as fast (69 and 25; docs/measurements.md): threads that wait for each other at every operation cost more than they
@@ -26,9 +27,14 @@ def prepare_torch(layer_bytes: int) -> None:
         torch.set_num_threads(1)
 
 
-def resolve_devices(spec: str) -> list[torch.device]:
-    """`auto` (the GPUs that torch sees, else the CPU), `cpu`, or `cuda:0,cuda:1`. Raises UserError for what is not there."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def resolve_devices(spec: str, machine: Machine | None = None) -> list[torch.device]:
+    """`auto` (the GPUs that torch sees, else the CPU), `cpu`, or `cuda:0,cuda:1`; of the assumed machine, if given. Raises UserError for
+    what is not there."""
+    if machine is not None:
+        count, seen = machine.count, f"--assume has {machine.count} GPUs"
+    else:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        seen = f"torch {torch.__version__} sees {count} GPUs; use --devices cpu or auto"
     if spec == "auto":
         return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
     devices = []
@@ -42,16 +48,20 @@ def resolve_devices(spec: str) -> list[torch.device]:
         if device.type == "cuda":
             index = device.index or 0
             if index >= count:
-                raise UserError(f"--devices: {name.strip()}: torch {torch.__version__} sees {count} GPUs; use --devices cpu or auto")
+                raise UserError(f"--devices: {name.strip()}: {seen}")
             device = torch.device("cuda", index)
         devices.append(device)
+    if machine is not None and devices[0].type == "cpu":
+        raise UserError("--devices: expected GPUs with --assume, found cpu: leave one of them out")
     if len(set(devices)) < len(devices) or (len(devices) > 1 and any(d.type == "cpu" for d in devices)):
         raise UserError(f"--devices: expected different GPUs, or cpu alone, found {spec!r}")
     return devices
 
 
-def choose_backend(backend: str, devices: list[torch.device], dtype: torch.dtype, kv_quant: str, activations: str) -> None:
-    """Selects the operations' implementation: "auto" is torch. Raises UserError where the kernels cannot do what was asked for."""
+def choose_backend(backend: str, devices: list[torch.device], dtype: torch.dtype, kv_quant: str, activations: str,
+                   machine: Machine | None = None) -> None:
+    """Selects the operations' implementation: "auto" is torch. Raises UserError where the kernels, on these devices or the assumed
+    machine's, cannot do what was asked for."""
     if backend == "cuda":
         gpus = all(d.type == "cuda" for d in devices)
         for flag, fine, expected, found in (
@@ -62,8 +72,11 @@ def choose_backend(backend: str, devices: list[torch.device], dtype: torch.dtype
         ):
             if not fine:
                 raise UserError(f"{flag}: expected {expected}, found {found}: run with --backend torch")
-        for device in devices:
-            architecture(device)
+        if machine is None:
+            for device in devices:
+                architecture(device)
+        elif machine.capability is not None:
+            architecture_of(machine.capability, machine.name)
     ops.select_backend("torch" if backend == "auto" else backend)
 
 

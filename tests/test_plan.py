@@ -1,36 +1,69 @@
-"""The plan: parameter counts against the published table and against transformers' shapes, and which layer goes where."""
+"""The plan: parameter counts against the published table and transformers' shapes, sizes against what a model holds, which layer goes
+where, and what would fit instead."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import os
+import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from dsv4 import ops
 from dsv4.cache import layer_cache_bytes
+from dsv4.checkpoint import Checkpoint, Stored, needs_of_layer, needs_outside_layers
 from dsv4.config import PRESETS
 from dsv4.errors import DoesNotFit
-from dsv4.plan import layer_parameters, make_plan
+from dsv4.kernels.linear import PackedWeights
+from dsv4.layers import Numerics
+from dsv4.machines import CONTEXT, KNOWN, assumed, reserved
+from dsv4.model import Model
+from dsv4.ops import backend
+from dsv4.plan import DevicePlan, Planner, Room, Wish, kept_bytes, make_plan, sizes_of, split
+from helpers.synthetic import SyntheticCheckpoint
+from tests.checkpoints import BYTES, elements, published_layout
 from tests.memory_checkpoint import CPU, random_checkpoint
 
 GPUS = [torch.device("cuda", i) for i in range(8)]
 GIB = 1 << 30
 
 
+@pytest.fixture(autouse=True)
+def torch_again():
+    yield
+    ops.select_backend("torch")
+    backend._kernels.clear()
+
+
+@functools.cache
+def true_size(name, format="nvidia"):
+    """Pro or Flash as exported, of which only the sizes are there."""
+    return SyntheticCheckpoint(PRESETS[name], format, "meta")
+
+
 class FakeCheckpoint:
-    """Sizes without tensors: `layer_bytes` for each layer, and the two ends."""
+    """Sizes without tensors: every tensor of the tiny config with so many layers is stored in no bytes, but for one linear of each layer,
+    which has `layer_bytes` as stored, and the two ends."""
 
-    def __init__(self, config, layer_bytes, embed=0, head=0):
-        self.config, self.sizes, self.ends = config, layer_bytes, {"embed": embed, "head": head}
+    def __init__(self, layer_bytes, embed=0, head=0):
+        n = len(layer_bytes)
+        self.config = replace(PRESETS["tiny"], num_hidden_layers=n, compress_ratios=(0,) * n)
+        self.sizes = {f"layers.{i}.attn.wo_b": size for i, size in enumerate(layer_bytes)} | {"embed.weight": embed, "head": head}
 
-    def nbytes(self, prefix=""):
-        return self.ends[prefix]
+    def stored(self, need):
+        return Stored("fp8", "F8_E4M3", self.sizes.get(need.name, 0))
 
-    def layer_bytes(self, layer):
-        return self.sizes[layer]
+
+def small(config, layer):
+    """What FakeCheckpoint's layer keeps besides: norms, mHC, sinks, gate, table, in fp32 and int64."""
+    return sum(math.prod(n.shape) * (8 if n.name.endswith("tid2eid") else 4) for n in needs_of_layer(config, layer) if not n.linear)
 
 
 # model.md section 1, in millions: attention core, HCA compressor, CSA compressor, indexer, one expert, and in billions: the whole.
@@ -40,8 +73,13 @@ TABLE = {
 }
 
 
+def matrices(config, layer):
+    """Elements of a layer's matrices, without norms, sinks, ape and mHC."""
+    return sum(math.prod(n.shape) for n in needs_of_layer(config, layer) if n.linear or n.name.endswith("gate.weight"))
+
+
 def vectors(config, layer):
-    """What the table counts of attention and layer_parameters leaves out: norms, sinks, ape (mHC and block norms apart)."""
+    """What the table counts of attention besides: norms, sinks, ape (mHC and block norms apart)."""
     r, d = config.compress_ratios[layer], config.head_dim
     out = config.q_lora_rank + d + config.num_attention_heads
     if r:
@@ -54,9 +92,9 @@ def test_parameter_counts_of_the_published_table(name):
     core, hca, csa, indexer, expert, totals = TABLE[name]
     config = PRESETS[name]
     D, E, n = config.hidden_size, config.n_routed_experts, config.num_hidden_layers
-    one = layer_parameters(replace(config, n_routed_experts=E + 1), 2) - layer_parameters(config, 2) - D
+    one = matrices(replace(config, n_routed_experts=E + 1), 2) - matrices(config, 2) - D
     assert round(one / 1e6, 2) == expert
-    attention = [layer_parameters(config, layer) - E * D - (E + 1) * one + vectors(config, layer) for layer in range(n)]
+    attention = [matrices(config, layer) - E * D - (E + 1) * one + vectors(config, layer) for layer in range(n)]
     expected = {0: core, 128: core + hca, 4: core + csa + indexer}
     for layer in range(n):
         # The table's parts are rounded to 0.01 M each, and there are at most three.
@@ -66,125 +104,402 @@ def test_parameter_counts_of_the_published_table(name):
     assert round(n * one / 1e9, 3) == totals["shared"] and round(n * E * D / 1e9, 3) == totals["gates"]
     mhc = n * 2 * (24 * 4 * D + 24 + 3) + 4 * 4 * D + 4 + 1
     norms_and_biases = sum(vectors(config, layer) for layer in range(n)) + (2 * n + 1) * D + (n - 3) * E
-    whole = sum(layer_parameters(config, layer) for layer in range(n)) + norms_and_biases + mhc + 2 * config.vocab_size * D
+    whole = sum(matrices(config, layer) for layer in range(n)) + norms_and_biases + mhc + 2 * config.vocab_size * D
     assert round(whole / 1e9, 2) == totals["model"]
 
 
 @pytest.mark.parametrize("name", ["small", "real_dims", "odd"])
-def test_layer_parameters_are_the_matrices_of_transformers(name):
+def test_the_matrices_of_a_layer_are_those_of_transformers(name):
     checkpoint = random_checkpoint(name, 0)
     for layer in range(checkpoint.config.num_hidden_layers):
-        matrices = [t.numel() for key, t in checkpoint.state.items()
-                    if key.startswith(f"layers.{layer}.") and key.endswith(".weight") and t.dim() == 2]
-        assert layer_parameters(checkpoint.config, layer) == sum(matrices)
+        theirs = [t.numel() for key, t in checkpoint.state.items()
+                  if key.startswith(f"layers.{layer}.") and key.endswith(".weight") and t.dim() == 2]
+        assert matrices(checkpoint.config, layer) == sum(theirs)
+
+
+# ------------------------------------------------------------------------------------- sizes: what a model really holds
+
+
+def held(thing, seen=None):
+    """Bytes of every tensor that can be reached, once; of packed weights without the table, which is the host's."""
+    seen = {} if seen is None else seen
+    if isinstance(thing, torch.Tensor):
+        seen[thing.data_ptr(), thing.numel()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, PackedWeights):
+        held(thing.data, seen)
+    elif isinstance(thing, dict):
+        held(list(thing.values()), seen)
+    elif isinstance(thing, (list, tuple)):
+        for part in thing:
+            held(part, seen)
+    elif hasattr(thing, "__dict__"):
+        held(list(vars(thing).values()), seen)
+    return sum(seen.values())
+
+
+def loaded(checkpoint, context=64, keep=False):
+    """A model on the CPU and its plan, on the backend that is selected."""
+    layers = range(checkpoint.config.num_hidden_layers)
+    plan = make_plan(checkpoint, [CPU], layers=layers, context=context, chunk=8, dtype=torch.bfloat16, free_bytes=lambda d: 10**12,
+                     expand=keep)
+    return Model(checkpoint, plan, Numerics(dtype=torch.bfloat16, keep_dequantised=keep)), plan
+
+
+CASES = [("torch", False), ("torch", True), ("cuda", False)]
+
+
+@pytest.mark.parametrize("which,keep", CASES)
+@pytest.mark.parametrize("format", ["nvidia", "official", "all-nvfp4", "compressed-tensors", "base-fp8", "bf16"])
+def test_weights_and_caches_are_what_a_model_holds_to_the_byte(format, which, keep):
+    """As stored, dequantised, and packed for the kernels (padded to tiles and items), on the CPU, where all three can be allocated."""
+    ops.select_backend(which)
+    checkpoint = SyntheticCheckpoint(PRESETS["tiny"], format, CPU)
+    model, plan = loaded(checkpoint, keep=keep)
+    (share,) = plan.devices
+    assert plan.keep_dequantised == keep
+    assert share.weights == held([model.embed, model.layers, model.head])
+    assert share.cache == held(model.new_cache().layers)
+
+
+def test_the_plan_of_a_folder_is_what_its_model_holds():
+    for which, keep in CASES:
+        ops.select_backend(which)
+        model, plan = loaded(Checkpoint.open("checkpoints/tiny"), keep=keep)
+        assert plan.devices[0].weights == held([model.embed, model.layers, model.head])
+
+
+@pytest.mark.parametrize("format", ["nvidia", "all-nvfp4"])
+def test_loading_for_the_kernels_holds_the_experts_of_a_layer_as_stored(format):
+    """What `loading` counts besides packing.py's chunk: the stored weights that live at the same time."""
+    ops.select_backend("cuda")
+    checkpoint, live, most = SyntheticCheckpoint(PRESETS["tiny"], format, CPU), {}, {}
+    original = checkpoint.weight
+
+    def weight(name):
+        value, need = original(name), checkpoint.needs[name]
+        live[name] = checkpoint.stored(need).nbytes
+        weakref.finalize(value.payload, live.pop, name)
+        number = name.split(".")[1] if name.startswith("layers.") else name
+        most[number] = max(most.get(number, 0), sum(live.values()))
+        return value
+
+    checkpoint.weight = weight
+    _, plan = loaded(checkpoint)
+    assert not live
+    config, sizes = checkpoint.config, sizes_of(checkpoint, range(6), "packed", CPU)
+    for n, part in sizes.layers.items():
+        largest = max(checkpoint.stored(need).nbytes for need in needs_of_layer(config, n) if need.linear)
+        looked_at = max((math.prod(need.shape) for need in needs_of_layer(config, n) if need.linear and "indexer" in need.name), default=0)
+        assert part.loading == max(most[str(n)] + 4 * largest, 12 * looked_at)  # for NaN, dequantised
+    experts = sum(checkpoint.nbytes(f"layers.5.ffn.{part}") for part in ("experts.", "shared_experts."))
+    assert most["5"] == experts  # in the CSA layers of this small model it is the compressors and what is packed with them
+    head = checkpoint.stored(needs_outside_layers(config)[-1]).nbytes
+    assert sizes.last.loading == head + 4 * head and most["head"] == head  # a chunk of 1 MB is more than all of this head
+    (share,) = plan.devices  # what comes after a layer is not there yet when the layer is loaded
+    layers = list(sizes.layers.values())
+    assert share.loading == max(sizes.last.loading, *(part.loading - sum(later.kept for later in layers[n + 1 :]) - sizes.last.kept
+                                                      for n, part in enumerate(layers)))
+
+
+def expected_weights(config, nvfp4, packed):
+    """Bytes on the devices, from the table in DeepSeek's release: norms (and, unless packed, the gate) become fp32, global scales numbers.
+    Packed, 4096 bytes of FP8 have 16 of scales behind them, and experts three factors each; no shape is padded."""
+    total = 12 * (config.n_routed_experts + 1) * config.num_hidden_layers if packed else 0
+    for key, (dtype, shape) in published_layout(config, nvfp4, mtp=False).items():
+        size = elements(shape) * BYTES[dtype]
+        if re.search(r"norm\.weight$", key) or key.endswith("ffn.gate.weight") and not packed:
+            size *= 2
+        if packed and dtype == "F8_E4M3" and key.endswith(".weight"):
+            size += size // 256
+        elif re.search(r"_scale_2$|input_scale$", key) or packed and key.endswith(".scale") and ".ffn.experts." not in key:
+            size = 0
+        total += size
+    return total
+
+
+@pytest.mark.parametrize("name,format,size", [("pro", "nvidia", 899.4e9), ("pro", "official", 851.1e9),
+                                              ("flash", "nvidia", 164.8e9), ("flash", "official", 156.1e9)])
+def test_pro_and_flash_at_true_size(name, format, size):
+    """The sum over 8 GPUs, as stored and packed."""
+    config = PRESETS[name]
+    checkpoint = true_size(name, format)
+    stored = plan(checkpoint, GPUS, 10**13)
+    assert sum(d.weights for d in stored.devices) == expected_weights(config, format == "nvidia", False) == pytest.approx(size, rel=1e-3)
+    ops.select_backend("cuda")
+    packed = plan(checkpoint, GPUS, 10**13, chunk=8)
+    assert sum(d.weights for d in packed.devices) == expected_weights(config, format == "nvidia", True) == pytest.approx(size, rel=2e-3)
+    experts = checkpoint.nbytes("layers.0.ffn.experts.") + checkpoint.nbytes("layers.0.ffn.shared_experts.")
+    largest = checkpoint.bytes_of(checkpoint.needs["layers.0.attn.wo_b"])
+    for d in packed.devices[:-1]:
+        assert d.loading == experts + 4 * min(largest, 1 << 26) and d.needed == d.weights + d.loading
+        assert 0 < d.graphs < 100e6 and 0 < d.scratch < 100e6
+
+
+def test_caches_of_the_kernels_are_a_third_of_the_definitions():
+    """speed.md 3.3: Pro at 128K stores 664 MB of keys, at 1M 5.28 GB, packed; FP8 and FP4 against bf16."""
+    checkpoint = true_size("pro")
+    ops.select_backend("cuda")
+    for context, size in ((1 << 17, 664e6), (1 << 20, 5.28e9)):
+        packed = sum(d.cache for d in plan(checkpoint, GPUS, 10**13, context=context, chunk=8).devices)
+        assert packed == pytest.approx(size, rel=0.06)  # and the compressors' open blocks, fp32
+    ops.select_backend("torch")
+    assert 1.8 < sum(d.cache for d in plan(checkpoint, GPUS, 10**13, context=1 << 20).devices) / packed < 2.1
+
+
+def test_a_gate_in_bf16_stays_so_for_the_kernels_alone():
+    gate = next(n for n in needs_of_layer(PRESETS["pro"], 0) if n.name.endswith("gate.weight"))
+    assert kept_bytes(gate, Stored("plain", "BF16", 0), "packed") == 2 * 384 * 7168
+    assert kept_bytes(gate, Stored("plain", "F32", 0), "packed") == kept_bytes(gate, Stored("plain", "BF16", 0), "stored") == 4 * 384 * 7168
+
+
+# --------------------------------------------------------------------------------------------------- which layer where
 
 
 def plan(checkpoint, devices, free, **options):
     config = checkpoint.config
-    options = {"layers": range(config.num_hidden_layers), "context": 4096, "chunk": 512, "dtype": torch.bfloat16} | options
+    options = {"layers": range(config.num_hidden_layers), "context": 4096, "chunk": 512, "dtype": torch.bfloat16, "expand": False} | options
     return make_plan(checkpoint, devices, free_bytes=free if callable(free) else lambda device: free, **options)
 
 
-def pro():
-    """Pro with NVFP4 experts: about 15 GiB a layer, 4 % more for every second one, and 1.7 GiB for each end."""
-    config = PRESETS["pro"]
-    return FakeCheckpoint(config, [15 * GIB + (n % 2) * 600 * (1 << 20) for n in range(61)], 1853358080, 1853358080)
+def planner(checkpoint, free, count=8, **options):
+    """Of `count` GPUs with so many bytes free."""
+    options = {"layers": range(checkpoint.config.num_hidden_layers), "context": 4096, "chunk": 512, "dtype": torch.bfloat16,
+               "expand": False} | options
+    return Planner(checkpoint, [Room(torch.device("cuda", i), free) for i in range(count)], Wish(**options))
+
+
+@pytest.mark.parametrize("sizes,first,last,room,counts", [
+    ([10] * 6, 0, 0, [1, 1], (3, 3)), ([10] * 6, 20, 0, [1, 1], (2, 4)), ([10] * 6, 0, 20, [1, 1], (4, 2)),
+    ([10] * 6, 0, 0, [1] * 6, (1,) * 6), ([10] * 7, 0, 0, [1, 1, 1], (2, 2, 3)),
+    ([1, 1, 1, 9], 0, 0, [1, 1], (3, 1)), ([9, 1, 1, 1], 0, 0, [1, 1], (1, 3)),
+    ([10] * 6, 0, 0, [1, 2], (2, 4)), ([5, 5, 5], 100, 0, [1, 1], (1, 2)), ([7], 3, 3, [1], (1,)),
+])
+def test_split_of_hand_made_sizes(sizes, first, last, room, counts):
+    assert split(sizes, first, last, room) == counts
+
+
+def test_split_is_the_best_of_all():
+    """The smallest largest share, and of those with it the least sum of squares, by trying every split."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(60):
+        n = int(torch.randint(1, 8, (), generator=generator))
+        count = int(torch.randint(1, n + 1, (), generator=generator))
+        sizes = torch.randint(0, 50, (n,), generator=generator).tolist()
+        first, last, *room = torch.randint(1, 60, (2 + count,), generator=generator).tolist()
+
+        def loads(counts, sizes=sizes, first=first, last=last, room=room):
+            ends, out = [0, *itertools.accumulate(counts)], []
+            for d, (a, b) in enumerate(itertools.pairwise(ends)):
+                out.append((sum(sizes[a:b]) + first * (d == 0) + last * (d == len(counts) - 1)) / room[d])
+            return max(out), sum(x * x for x in out)
+
+        every = [c for c in itertools.product(range(1, n + 1), repeat=count) if sum(c) == n]
+        largest, squares = loads(split(sizes, first, last, room))
+        assert largest == pytest.approx(min(loads(c)[0] for c in every))
+        assert squares == pytest.approx(min(loads(c)[1] for c in every if loads(c)[0] <= largest * (1 + 1e-9)))
 
 
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("layers", [range(0, 61), range(7, 30), range(60, 61), range(0, 5)])
 def test_contiguous_balanced_runs(count, layers):
-    """Every layer once and in order, no device without layers, nobody with more than a layer above the mean."""
-    checkpoint, context = pro(), 1 << 17
+    """Every layer once and in order, no device without layers, the ends with the first and the last."""
+    checkpoint, context = true_size("pro"), 1 << 17
+    made = plan(checkpoint, GPUS[:count], 10**15, layers=layers, context=context)
+    sizes = sizes_of(checkpoint, layers, "stored", GPUS[0])
     cache = {n: layer_cache_bytes(checkpoint.config, n, context, 512, torch.bfloat16) for n in layers}
-    both_ends = 2 * 1853358080
-    total = sum(checkpoint.layer_bytes(n) + cache[n] for n in layers) + both_ends
-    made = plan(checkpoint, GPUS[:count], total + 40 * GIB, layers=layers, context=context)  # 40 GiB: scratch
-    assert not made.keep_dequantised  # in fp32 a layer is seven times as large
     assert [n for d in made.devices for n in d.layers] == list(layers) == list(made.layers)
-    assert [d.device.index for d in made.devices] == sorted({d.device.index for d in made.devices}) and all(d.layers for d in made.devices)
+    assert [d.device for d in made.devices] == GPUS[: min(count, len(layers))] and all(d.layers for d in made.devices)
     for i, d in enumerate(made.devices):
         assert all(made.device_of(n) == d.device for n in d.layers)
-        ends = 1853358080 * ((i == 0) + (i == len(made.devices) - 1))
-        assert d.cache == sum(cache[n] for n in d.layers)
-        assert d.weights == sum(checkpoint.layer_bytes(n) for n in d.layers) + ends
-        assert d.needed == d.weights + d.cache + d.scratch
-        if count <= len(layers):
-            assert d.weights + d.cache <= total / count + max(checkpoint.layer_bytes(n) + cache[n] for n in layers)
+        ends = sizes.first.kept * (i == 0) + sizes.last.kept * (i == len(made.devices) - 1)
+        assert d.cache == sum(cache[n] for n in d.layers) and d.weights == sum(sizes.layers[n].kept for n in d.layers) + ends
+        assert d.reserved == reserved(d.weights) and d.graphs == 0
     if len(layers) == 61:
-        sizes = [len(d.layers) for d in made.devices]
-        assert len(sizes) == count and max(sizes) - min(sizes) <= 1
+        counts = [len(d.layers) for d in made.devices]
+        assert len(counts) == count and max(counts) - min(counts) <= 1
 
 
-def test_the_ends_go_with_the_first_and_the_last_layer_packed_and_dequantised():
-    config = PRESETS["pro"]
-    checkpoint = FakeCheckpoint(config, [15 * GIB] * 61, embed=7 * GIB, head=5 * GIB)
-    packed = plan(checkpoint, GPUS[:2], 600 * GIB)
-    first, second = (15 * GIB * len(d.layers) for d in packed.devices)
-    assert not packed.keep_dequantised and [d.weights for d in packed.devices] == [first + 7 * GIB, second + 5 * GIB]
-    config = replace(PRESETS["tiny"], num_hidden_layers=4, compress_ratios=(0,) * 4)
-    ends = config.vocab_size * config.hidden_size
-    roomy = plan(FakeCheckpoint(config, [1 << 20] * 4, 2 * ends, 2 * ends), GPUS[:4], 10**12)
-    layer = 4 * layer_parameters(config, 0)
-    assert roomy.keep_dequantised  # the embedding stays bf16, the head becomes fp32
-    assert [d.weights for d in roomy.devices] == [layer + 2 * ends, layer, layer, layer + 4 * ends]
+def test_exact_numbers_of_a_fake_checkpoint():
+    """Layers of 15 GiB, an embedding of 7 GiB and a head of 5 on two GPUs: 22 and 35, as 37 and 20 has the larger largest."""
+    checkpoint = FakeCheckpoint([15 * GIB] * 3, embed=7 * GIB, head=5 * GIB)
+    first, second = plan(checkpoint, GPUS[:2], 60 * GIB).devices
+    more = [small(checkpoint.config, n) for n in range(3)]
+    end = 4 * sum(math.prod(n.shape) for n in needs_outside_layers(checkpoint.config)[1:] if not n.linear)
+    assert (first.layers, first.weights) == ((0,), 22 * GIB + more[0])
+    assert (second.layers, second.weights) == ((1, 2), 35 * GIB + more[1] + more[2] + end)
 
 
-@pytest.mark.parametrize("free,count", [(2000, 1), (600, 2), (350, 3), (145, 8)])
+def test_a_device_with_less_free_gets_less():
+    """Equal shares do not fit the third GPU, but there is room on the others."""
+    checkpoint = true_size("pro")
+    made = plan(checkpoint, GPUS[:4], lambda device: (100 if device.index == 2 else 300) * GIB)
+    counts = [len(d.layers) for d in made.devices]
+    assert counts[2] < 7 and min(counts[0], counts[1], counts[3]) > 15 and made.fits
+
+
+@pytest.mark.parametrize("free,count", [(2000, 1), (600, 2), (350, 3), (135, 7)])
 def test_auto_takes_the_fewest_devices(free, count):
-    """Pro's 15 GiB layers and some scratch on cards of different sizes."""
-    checkpoint = pro()
+    """Pro's 14 GiB layers on cards of different sizes."""
+    checkpoint = true_size("pro")
     made = plan(checkpoint, GPUS, free * GIB, auto=True)
-    assert len(made.devices) == count and all(d.needed <= d.free == free * GIB for d in made.devices)
+    assert len(made.devices) == count and all(d.needed + d.reserved <= d.free == free * GIB for d in made.devices)
     if count > 1:
         with pytest.raises(DoesNotFit):
             plan(checkpoint, GPUS[: count - 1], free * GIB)
     assert len(plan(checkpoint, GPUS, free * GIB).devices) == 8  # without auto, all that were named
 
 
+def test_layers_per_device():
+    checkpoint = true_size("flash")
+    made = planner(checkpoint, 200 * GIB, per_device=(20, 23), auto=True).plan
+    assert [d.layers for d in made.devices] == [tuple(range(20)), tuple(range(20, 43))] and made.fits
+    assert not planner(checkpoint, 100 * GIB, per_device=(3, 40)).plan.fits  # as wished, also where another split would fit
+    assert planner(checkpoint, 100 * GIB, 2).plan.fits
+
+
+def test_no_more_devices_than_layers():
+    """A single layer of eight GPUs goes on the first."""
+    checkpoint = FakeCheckpoint([1 << 20] * 6, 1 << 20, 1 << 20)
+    made = plan(checkpoint, GPUS, 100 * GIB, layers=range(4, 5))
+    assert [(d.device, d.layers) for d in made.devices] == [(GPUS[0], (4,))]
+
+
 def test_dequantised_copies_are_kept_when_they_take_at_most_half():
-    checkpoint = FakeCheckpoint(PRESETS["tiny"], [2 << 20] * 6, 1 << 20, 1 << 20)
-    roomy = plan(checkpoint, [CPU], 10**12)
-    assert roomy.keep_dequantised
+    checkpoint = SyntheticCheckpoint(PRESETS["tiny"], "nvidia", "meta")
+    roomy = plan(checkpoint, [CPU], 10**12, expand=True)
+    assert roomy.keep_dequantised and not plan(checkpoint, [CPU], 10**12).keep_dequantised
     needed = roomy.devices[0].needed
-    expanded = 4 * (sum(layer_parameters(PRESETS["tiny"], n) for n in range(6)) + 1024 * 192) + (1 << 20)
-    assert roomy.devices[0].weights == expanded  # fp32 copies of every matrix and the head; the embedding as it is
-    assert plan(checkpoint, [CPU], 2 * needed).keep_dequantised
-    tight = plan(checkpoint, [CPU], 2 * needed - 1)
-    assert not tight.keep_dequantised and tight.devices[0].weights == 14 << 20
+    expanded = sum(4 * math.prod(n.shape) for n in checkpoint.needs.values() if not n.name.endswith(("embed.weight", "tid2eid")))
+    assert roomy.devices[0].weights == expanded + 2 * 1024 * 192 + 3 * 8 * 2 * 1024  # the embedding as it is; the hash layers' tables
+    assert plan(checkpoint, [CPU], 2 * needed, expand=True).keep_dequantised
+    tight = plan(checkpoint, [CPU], 2 * needed - 1, expand=True)
+    assert not tight.keep_dequantised and tight.devices[0].weights < roomy.devices[0].weights
     assert plan(checkpoint, [CPU], tight.devices[0].needed).devices[0].needed == tight.devices[0].needed  # to the last byte
     with pytest.raises(DoesNotFit):
         plan(checkpoint, [CPU], tight.devices[0].needed - 1)
 
 
+@pytest.mark.parametrize("weights,loading,cache,scratch,graphs,needed", [
+    (100, 0, 10, 5, 3, 118), (100, 17, 10, 5, 3, 118), (100, 19, 10, 5, 3, 119), (0, 0, 0, 0, 0, 0)])
+def test_needed_is_the_higher_of_two_peaks(weights, loading, cache, scratch, graphs, needed):
+    share = DevicePlan(CPU, (0,), weights, cache, scratch, 120, graphs, loading, 1)
+    assert share.needed == needed and share.missing == 0 and replace(share, reserved=30).missing == max(0, needed + 30 - 120)
+
+
+# ------------------------------------------------------------------------------------------- does not fit, and what would
+
+
 def test_does_not_fit_says_where_and_how_much():
-    checkpoint = pro()
+    checkpoint = true_size("pro")
     with pytest.raises(DoesNotFit) as caught:
-        plan(checkpoint, GPUS[:4], lambda device: (100 if device.index == 2 else 400) * GIB, context=1 << 20)
+        plan(checkpoint, GPUS[:4], 100 * GIB, context=1 << 20)
     text = str(caught.value)
-    made = plan(checkpoint, GPUS[:4], 400 * GIB, context=1 << 20).devices[2]
-    assert text.startswith("cuda:2: needs ") and "100.00 GiB free" in text and "\n" not in text and caught.value.exit_code == 4
-    for part in (f"needs {made.needed / GIB:.2f} GiB", f"weights {made.weights / GIB:.2f}",
-                 f"caches for 1048576 tokens {made.cache / GIB:.2f}", f"scratch {made.scratch / GIB:.2f}",
-                 "--devices", "--context", "--layers"):
+    d = max(planner(checkpoint, 100 * GIB, 4, context=1 << 20).plan.devices, key=lambda d: d.missing)
+    assert text.startswith(f"{d.device}: needs ") and "100.00 GiB free" in text and "\n" not in text and caught.value.exit_code == 4
+    for part in (f"needs {d.needed / GIB:.2f} GiB", f"weights {d.weights / GIB:.2f}", f"caches for 1048576 tokens {d.cache / GIB:.2f}",
+                 f"{d.reserved / GIB:.2f} in reserve", "such GPUs, or with --layers 0:", "--plan"):
         assert part in text
-    with pytest.raises(DoesNotFit, match="^cpu: needs"):
-        plan(checkpoint, [CPU], 16 * GIB)
+    with pytest.raises(DoesNotFit, match="^cpu: needs .*nothing smaller fits"):
+        plan(checkpoint, [CPU], 1 * GIB)
 
 
-def test_scratch_grows_with_the_chunk_and_holds_a_layer_of_the_checkpoint():
-    checkpoint = pro()
+def test_the_largest_context_is_the_largest():
+    """128K tokens of Flash on a card that has room for its weights and 10 GiB more, which the definitions' scratch shares."""
+    checkpoint = true_size("flash")
+    weights = planner(checkpoint, 0, 1).plan.devices[0].weights
+    free = weights + reserved(weights) + 6 * GIB
+    it = planner(checkpoint, free, 1, context=1 << 20)
+    context = it.instead.context
+    assert not it.plan.fits and 4096 < context < 1 << 20
+    assert planner(checkpoint, free, 1, context=context).plan.fits and not planner(checkpoint, free, 1, context=context + 1).plan.fits
+    assert f"--context {context}" in it.advice()
+    assert planner(checkpoint, 10**13, 1, context=77).instead.context == 1 << 20  # the model's own limit
+
+
+@pytest.mark.parametrize("name,gpu,context,count", [("pro", "H200", 1 << 17, 8), ("pro", "B200", 1 << 20, 6), ("pro", "H100", 4096, 16),
+                                                    ("pro", "B300", 1 << 20, 4), ("flash", "H200", 1 << 17, 2), ("flash", "H100", 4096, 3),
+                                                    ("flash", "RTX PRO 6000", 4096, 2)])
+def test_the_fewest_gpus_are_the_fewest(name, gpu, context, count):
+    """For the kernels, which load with a layer's experts beside the weights."""
+    ops.select_backend("cuda")
+    checkpoint, free = true_size(name), assumed(f"1x{gpu}").free
+    it = planner(checkpoint, free, 1, context=context, chunk=8)
+    assert it.instead.devices == count and not it.plan.fits
+    assert planner(checkpoint, free, count, context=context, chunk=8).plan.fits
+    assert not planner(checkpoint, free, count - 1, context=context, chunk=8).plan.fits
+    layers = it.instead.layers
+    assert layers.start == 0 and planner(checkpoint, free, 1, context=context, chunk=8, layers=layers).plan.fits
+    assert not planner(checkpoint, free, 1, context=context, chunk=8, layers=range(layers.stop + 1)).plan.fits
+
+
+def test_nothing_fits_a_gpu_that_is_smaller_than_a_layer():
+    it = planner(true_size("pro"), 8 * GIB)
+    assert it.instead == (None, None, None) and it.advice().startswith("nothing smaller fits")
+
+
+def test_a_plan_needs_no_gpu_and_asks_for_none(monkeypatch):
+    for name in ("mem_get_info", "get_device_properties", "device_count", "is_available", "get_device_capability", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: pytest.fail("asked torch.cuda"))
+    for which in ("torch", "cuda"):
+        ops.select_backend(which)
+        assert planner(true_size("flash"), 150 * GIB, chunk=8).instead.devices == 2
+
+
+def test_host_memory_is_the_process_the_largest_tensor_and_the_rows_that_are_kept():
+    checkpoint = true_size("flash")
+    embed = 2 * 129280 * 4096
+    assert planner(checkpoint, 10**13).plan.host == 2 * GIB + embed
+    assert planner(checkpoint, 10**13, dump_rows=100).plan.host == 2 * GIB + embed + 4 * 100 * 129280
+    kept = planner(checkpoint, 10**13, expand=True).plan
+    assert kept.keep_dequantised and kept.host == 2 * GIB + embed + 4 * 129280 * 4096
+    cpu = plan(checkpoint, [CPU], 10**13)
+    assert cpu.host == cpu.devices[0].needed
+
+
+def test_two_caches_and_rows_of_logits_are_counted():
+    checkpoint = SyntheticCheckpoint(PRESETS["tiny"], "nvidia", "meta")
+    one, two, rows = (planner(checkpoint, 10**13, 1, **more).plan.devices[0] for more in ({}, {"caches": 2}, {"logit_rows": 512}))
+    assert two.cache == 2 * one.cache and rows.scratch - one.scratch == 4 * 511 * 1024
+
+
+def test_scratch_grows_with_the_chunk_and_the_context():
+    checkpoint = true_size("pro")
     small, large = (plan(checkpoint, GPUS, 10**15, chunk=chunk).devices[0].scratch for chunk in (16, 4096))
-    assert large > small >= max(checkpoint.sizes)
+    assert large > 2 * small
+    ops.select_backend("cuda")
+    small, large = (plan(checkpoint, GPUS, 10**15, chunk=8, context=c).devices[0].scratch for c in (4096, 1 << 20))
+    assert large - small == 8 * 4 * ((1 << 20) - 4096) // 4  # fp32 scores of every entry for 8 tokens
 
 
-def test_no_more_devices_than_layers():
-    """A single layer of eight GPUs goes on the first, not on the one in the middle of its bytes."""
-    checkpoint = FakeCheckpoint(PRESETS["tiny"], [1 << 20] * 6, 1 << 20, 1 << 20)
-    plan = make_plan(checkpoint, GPUS, layers=range(4, 5), context=64, chunk=8, dtype=torch.float32, free_bytes=lambda d: 100 * GIB)
-    assert [(d.device, d.layers) for d in plan.devices] == [(GPUS[0], (4,))]
+# ---------------------------------------------------------------------------------------------------- assumed machines
 
 
+@pytest.mark.parametrize("text,name,count,gib,capability", [
+    ("8xB200", "B200", 8, 178.35, (10, 0)), ("1xh100", "H100", 1, 79.15, (9, 0)), ("2 x H200", "H200", 2, 139.72, (9, 0)),
+    ("4xB300", "B300", 4, 267.69, (10, 3)), ("2xRTX PRO 6000", "RTX PRO 6000", 2, 94.97, (12, 0)),
+    ("2xrtx-pro-6000", "RTX PRO 6000", 2, 94.97, (12, 0)),
+    ("2x96", "GPU of 96 GiB", 2, 96, None), ("3x23.5GiB", "GPU of 23.5 GiB", 3, 23.5, None), ("1XNVIDIA H200", "H200", 1, 139.72, (9, 0)),
+])
+def test_assumed_machines(text, name, count, gib, capability):
+    machine = assumed(text)
+    assert (machine.name, machine.count, machine.total, machine.capability) == (name, count, int(gib * GIB), capability)
+    assert machine.free == machine.total - CONTEXT
+
+
+@pytest.mark.parametrize("text", ["", "B200", "8", "0xB200", "8xA100", "8x", "xB200", "-1xB200", "8x0", "8x-5", "8xnan", "8x1e5", "8x96GB",
+                                  "99999xB200", "8xB200,1xH100", "8*B200", "²xB200"])
+def test_machines_that_nobody_knows(text):
+    with pytest.raises(ValueError, match="^expected a number of GPUs and their name or GiB, such as 8xB200 or 2x96"):
+        assumed(text)
+
+
+def test_known_memory_is_below_what_the_name_says():
+    """In GB as sold: 80, 141, 180 (192 on the first sheets), 288 and 96."""
+    for name, sold in (("H100", 85.9), ("H200", 151), ("B200", 192), ("B300", 288), ("RTX PRO 6000", 103)):
+        assert 0.92 * sold < KNOWN[name][0] * GIB / 1e9 < sold
+
+
+# --------------------------------------------------------------------------------------------------------- measured
 MEASURE = """
 import gc, sys, torch
 from dsv4 import runtime
