@@ -2,8 +2,8 @@
 """One prompt through DeepSeek-V4 (Pro, Flash, or the bundled tiny one), from the command line.
 
 Read it top to bottom: arguments, prompt, the story (`generate`), and then its parts in the order in which it calls them: plan, load,
-prefill and decode, answer, report. What is not the story lives in `dsv4` (the model) and `encoding` (messages <-> text). Standard output
-carries the answer and nothing else; everything else goes to standard error.
+prefill and decode. What is not the story lives in `dsv4` (the model; arguments, answer and report) and `encoding` (messages <-> text).
+Standard output carries the answer and nothing else; everything else goes to standard error.
 
 Exit codes: 0 done; 1 standard output cannot be written; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit;
 130 interrupted.
@@ -13,57 +13,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 # torch and the layers are imported where they are first used: --help and argument errors answer at once.
+from dsv4.answer import Answer
+from dsv4.arguments import OneLineParser, layer_counts, layer_range, machine, output_file, token_ids, whole
 from dsv4.errors import UserError
-from dsv4.terminal import Interrupt, progress_bar, say
+from dsv4.terminal import Interrupt, progress_bar, read_text, say
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "tiny"
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse, with an error of one line and no usage text before it."""
-
-    def error(self, message):
-        self.exit(2, f"error: {message}; see --help\n")
-
-
-def whole(minimum: int, maximum: int = 2**31 - 1):
-    """An argument type: a whole number from `minimum` to `maximum`."""
-
-    def parse(text):
-        if not text.removeprefix("-").isdecimal() or len(text) > 20 or not minimum <= int(text) <= maximum:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} to {maximum}, found {text[:40]!r}")
-        return int(text)
-
-    return parse
-
-
-def token_ids(text: str) -> list[int]:
-    """An argument type: 1,2,3."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) <= 10 for part in parts):
-        raise argparse.ArgumentTypeError(f"expected token ids such as 0,17,4, found {text[:40]!r}")
-    return [int(part) for part in parts]
-
-
-def layer_range(text: str) -> tuple[int, int]:
-    """An argument type: A:B, the layers A to B - 1."""
-    first, colon, last = text.partition(":")
-    if len(text) > 20 or not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f"expected A:B with A < B, the layers A to B - 1, found {text[:40]!r}")
-    return int(first), int(last)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -81,10 +47,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     g = p.add_argument_group("model")
     g.add_argument("--model", metavar="DIR", type=Path, default=BUNDLED, help="checkpoint folder (default: the bundled tiny one)")
     g.add_argument("--inspect", action="store_true", help="print what the checkpoint holds, then stop")
+    g.add_argument("--plan", action="store_true", help="print which layer goes on which device and what that takes, then stop")
+    g.add_argument("--assume", metavar="8xB200", type=machine, help="with --plan: GPUs that are not here, by name or in GiB (2x96)")
     g.add_argument("--backend", choices=("auto", "torch", "cuda"), default="auto", help="auto: torch (the definitions)")
     g.add_argument("--devices", metavar="LIST", default="auto", help="auto, cpu, or a list such as cuda:0,cuda:1 (default: auto)")
+    g.add_argument("--layers-per-device", metavar="20,23", type=layer_counts, help="so many layers on each device (default: equal bytes)")
     g.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and caches (default: float32 on a CPU, else bfloat16)")
-    g.add_argument("--context", metavar="N", type=whole(1), help="tokens to plan the caches for (default: prompt + new tokens)")
+    g.add_argument("--context", metavar="N", type=whole(1),
+                   help="tokens to plan the caches for (default: prompt + new tokens; with --plan 4096)")
     g.add_argument("--prefill-chunk", metavar="N", type=whole(1), default=512, help="prompt tokens run at once (default: 512)")
     g.add_argument("--kv-quant", choices=("model", "off"), default="model", help="the trained KV FP8 and indexer FP4 (default: model)")
     g.add_argument("--activations", choices=("auto", "bf16", "fp8", "nvfp4"), default="auto",
@@ -114,45 +84,27 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
                                         ("--prompt-ids", args.prompt_ids)) if value is not None]
     if len(sources) > 1:
         p.error(f"expected one prompt, found {' and '.join(sources)}: give one of them")
-    if args.inspect and (sources or args.print_prompt):
-        p.error(f"--inspect does not go with {sources[0] if sources else '--print-prompt'}: it looks at the checkpoint alone")
-    if not sources and not args.inspect:
+    alone = [flag for flag, given in (("--inspect", args.inspect), ("--plan", args.plan)) if given]
+    if others := alone and alone[1:] + sources + ["--print-prompt"] * args.print_prompt:
+        p.error(f"{alone[0]} does not go with {others[0]}: it looks at the checkpoint alone")
+    if not sources and not alone:
         p.error("expected a prompt, found none: give PROMPT, --prompt-file, --messages or --prompt-ids")
     if args.messages or args.prompt_ids or args.raw:
         for flag, given in (("--system", args.system is not None), ("--raw", args.raw and (args.messages or args.prompt_ids)),
                             ("--think", args.think != "off" and (args.raw or args.prompt_ids))):
             if given:
                 p.error(f"{flag} does not go with {'--messages' if args.messages else '--prompt-ids' if args.prompt_ids else '--raw'}")
+    idle = "--inspect" if args.inspect else "--plan" if args.plan else "--print-prompt" if args.print_prompt else None
+    for flag, given in (("--dump-logits", args.dump_logits is not None), ("--decode-consistency", args.decode_consistency is not None)):
+        if idle and given:
+            p.error(f"{flag} does not go with {idle}: no tokens are run")
+    if args.assume and not args.plan:
+        p.error("--assume does not go without --plan: a machine that is not here runs nothing")
     if args.dump_logits is not None:
-        name, path = args.dump_logits[:100], Path(os.path.realpath(args.dump_logits))  # a link is followed, not replaced
-        if args.inspect or args.print_prompt:
-            p.error(f"--dump-logits does not go with {'--inspect' if args.inspect else '--print-prompt'}: no tokens are run")
-        if not os.path.basename(args.dump_logits):
-            p.error(f"--dump-logits: expected a file name, found {name!r}")
-        try:
-            if path.exists() and not path.is_file():
-                raise OSError(errno.EEXIST, "is there and is not a regular file")
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-        except OSError as error:
-            p.error(f"--dump-logits: {name} cannot be written: {error.strerror}: give a file name in a writable folder")
-        args.dump_logits = path
+        args.dump_logits = output_file(p, "--dump-logits", args.dump_logits)
 
 
 # --------------------------------------------------------------------------------------------------------------- prompt
-
-
-def read_text(name: str, flag: str) -> str:
-    """A file's text, or standard input's for -, as strict UTF-8."""
-    if name == "-" and sys.stdin is None:
-        raise UserError(f"{flag}: expected a prompt on standard input, found it closed")
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return data.decode("utf-8")
-    except OSError as error:
-        raise UserError(f"{flag}: {name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag}: expected UTF-8, found byte 0x{data[error.start]:02x} at offset {error.start} of {name}") from None
 
 
 def render_prompt(args: argparse.Namespace):
@@ -242,9 +194,12 @@ def generate(args: argparse.Namespace) -> int:
 
 def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: float) -> int:
     """The story: checkpoint, ids, plan, load, prefill, decode, report."""
+    import encoding
+    from dsv4 import runtime
     from dsv4.checkpoint import Checkpoint  # brings torch
     from dsv4.decode import compare_with_prefill
     from dsv4.errors import CheckpointError
+    from dsv4.report import run_line
     from dsv4.sampler import Sampler, generation_defaults
 
     checkpoint = Checkpoint.open(args.model)
@@ -260,20 +215,19 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         raise error if prompt is None else CheckpointError(f"{args.model / 'tokenizer.json'}: {error}: it is another model's") from None
     if unknown := checkpoint.audit().unknown:
         say(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect")
-    plan, numerics = plan_run(args, checkpoint, len(ids))
-
-    from dsv4 import runtime
-
+    planner = planner_of(args, checkpoint, len(ids))
+    plan = planner.fitting()
     if args.layers:
         layers = checkpoint.config.num_hidden_layers
         say(f"partial model: layers {plan.layers[0]} to {plan.layers[-1]} of {layers}: the text means nothing")
     finish, exit_code, failure = "interrupt", 130, None
-    thinking = tokenizer is not None and tokenizer.decode(ids[-1:]) == "<think>"
-    answer = Answer(tokenizer, eos, thinking=thinking, raw=args.raw, quiet=args.json)
+    parser = None if args.raw or tokenizer is None else encoding.StreamParser(thinking=tokenizer.decode(ids[-1:]) == "<think>")
+    answer = Answer(tokenizer, parser, eos, quiet=args.json)
     run = None
     try:
         loading = time.perf_counter()
-        model = load(checkpoint, plan, numerics, interrupt)
+        runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in plan.layers))
+        model = load(checkpoint, plan, numerics_of(args, planner), interrupt)
         model.on_layer = interrupt.check
         sampler = Sampler(sampling, ids, checkpoint.config.vocab_size, plan.context, plan.devices[-1].device)
         run = Run(model, sampler, interrupt, keep_logits=args.dump_logits is not None or args.decode_consistency is not None)
@@ -305,7 +259,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
                   "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "memory": memory}
         print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
     if failure is None or answer.ids:
-        say(report(timing, memory, finish))
+        say(run_line(timing, memory, finish))
     if failure is not None:
         say(f"error: {failure}")
     if answer.broken is not None:
@@ -316,22 +270,22 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
 # ---------------------------------------------------------------------------------------------------------------- plan
 
 
-def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
-    """Backend, devices, numerics and the plan: everything that can be refused before a byte of weights is read."""
+def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
+    """Backend, devices and what is to be run: everything that can be refused before a byte of weights is read. --plan has no prompt."""
     import torch
 
     from dsv4 import ops, runtime
     from dsv4.errors import DoesNotFit
-    from dsv4.layers import Numerics
-    from dsv4.plan import make_plan
+    from dsv4.plan import Planner, Room, Wish
 
     config = checkpoint.config
-    context = args.context or prompt_tokens + args.max_new_tokens
-    if prompt_tokens > context:
-        raise UserError(f"--context: expected at least the prompt's {prompt_tokens} tokens, found {context}")
+    context = args.context or (min(4096, config.max_position_embeddings) if prompt_tokens is None else prompt_tokens + args.max_new_tokens)
+    tokens = context if prompt_tokens is None else prompt_tokens
+    if tokens > context:
+        raise UserError(f"--context: expected at least the prompt's {tokens} tokens, found {context}")
     if context > config.max_position_embeddings:
-        raise UserError(f"--context: expected at most the model's {config.max_position_embeddings} positions, found {context} "
-                        f"(a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones): ask for less")
+        found = f"{context}" if prompt_tokens is None else f"{context} (a prompt of {tokens} tokens and {args.max_new_tokens} new ones)"
+        raise UserError(f"--context: expected at most the model's {config.max_position_embeddings} positions, found {found}: ask for less")
     first, last = args.layers or (0, config.num_hidden_layers)
     if last > config.num_hidden_layers:
         raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
@@ -339,25 +293,51 @@ def plan_run(args: argparse.Namespace, checkpoint, prompt_tokens: int):
     if args.kv_quant == "model" and 4 in config.compress_ratios and width & (width - 1):
         raise UserError(f"--kv-quant model: the indexer's Hadamard rotation needs index_head_dim to be a power of two, found {width}: "
                         "use --kv-quant off")
-    runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in range(first, last)))
-    devices = runtime.resolve_devices(args.devices)
+    devices, counts = runtime.resolve_devices(args.devices, args.assume), args.layers_per_device
+    if counts and sum(counts) != last - first:
+        raise UserError(f"--layers-per-device: expected counts that add up to {last - first} layers, found {sum(counts)}")
+    if counts and (len(counts) > len(devices) or len(counts) < len(devices) and args.devices != "auto"):
+        raise UserError(f"--layers-per-device: expected a count for each of {len(devices)} devices, found {len(counts)}")
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
-    runtime.choose_backend(args.backend, devices, dtype, args.kv_quant, args.activations)
-    dump = 0 if args.dump_logits is None and args.decode_consistency is None else 4 * context * config.vocab_size
+    runtime.choose_backend(args.backend, devices, dtype, args.kv_quant, args.activations, args.assume)
+    rows = 0 if args.dump_logits is None and args.decode_consistency is None else context
+    dump = 4 * rows * config.vocab_size
 
     def free_bytes(device):  # the rows to dump are kept on the host
-        return runtime.free_bytes(device) - (dump if device.type == "cpu" else 0)
+        return args.assume.free if args.assume else runtime.free_bytes(device) - (dump if device.type == "cpu" else 0)
 
-    left = free_bytes(torch.device("cpu"))
+    left = runtime.free_bytes(torch.device("cpu")) - dump
     if left < 0:
         raise DoesNotFit(f"--dump-logits: {context} rows of {config.vocab_size} numbers need {dump / 2**30:.2f} GiB of host memory, "
                          f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or fewer --max-new-tokens")
-    chunk = min(args.prefill_chunk, prompt_tokens, ops.max_tokens() or prompt_tokens)
-    plan = make_plan(checkpoint, devices, layers=range(first, last), context=context, chunk=chunk, dtype=dtype, free_bytes=free_bytes,
-                     auto=args.devices == "auto", logit_rows=chunk if dump else 1, expand=args.backend != "cuda")
-    numerics = Numerics(dtype=dtype, kv_quant=args.kv_quant == "model", keep_dequantised=plan.keep_dequantised,
-                        activations="bf16" if args.activations == "auto" else args.activations)
-    return plan, numerics
+    chunk = min(args.prefill_chunk, tokens, ops.max_tokens() or tokens)
+    wish = Wish(range(first, last), context, chunk, dtype, logit_rows=chunk if dump else 1, dump_rows=rows,
+                caches=1 if args.decode_consistency is None else 2, auto=args.devices == "auto", per_device=counts)
+    return Planner(checkpoint, [Room(device, free_bytes(device)) for device in devices], wish)
+
+
+def show_plan(args: argparse.Namespace) -> int:
+    """--plan: what would go where, from headers (or the index) alone; exit code 4 where it does not fit."""
+    import torch
+
+    from dsv4 import runtime
+    from dsv4.announced import open_for_plan
+    from dsv4.errors import DoesNotFit
+    from dsv4.report import PlanReport
+
+    checkpoint, disk = open_for_plan(args.model)
+    planner = planner_of(args, checkpoint, None)
+    report = PlanReport(planner, args.assume, runtime.free_bytes(torch.device("cpu")), disk)
+    print(json.dumps(report.to_dict(), ensure_ascii=False, indent=2) if args.json else "\n".join(report.lines()))
+    return 0 if report.fits else DoesNotFit.exit_code
+
+
+def numerics_of(args: argparse.Namespace, planner):
+    """The run's choices about numbers; whether weights are kept dequantised was the plan's."""
+    from dsv4.layers import Numerics
+
+    return Numerics(dtype=planner.wish.dtype, kv_quant=args.kv_quant == "model", keep_dequantised=planner.plan.keep_dequantised,
+                    activations="bf16" if args.activations == "auto" else args.activations)
 
 
 def choose_sampling(args: argparse.Namespace, defaults: dict):
@@ -465,95 +445,7 @@ class Run:
             raise UserError(f"--dump-logits: {path} cannot be written: {error.strerror or error}") from None
 
 
-# -------------------------------------------------------------------------------------------------------------- answer
-
-
-class Answer:
-    """The generated tokens, streamed as text: the answer to standard output, the reasoning, dim, to standard error."""
-
-    def __init__(self, tokenizer, eos: set[int], *, thinking: bool, raw: bool, quiet: bool):
-        import encoding
-
-        self.tokenizer, self.eos, self.raw, self.quiet = tokenizer, eos, raw, quiet
-        self.ids: list[int] = []
-        self.text, self._reasoning_open, self._wrote = "", False, False
-        self.broken: OSError | None = None  # why standard output takes no more; what else there is to do is done first
-        self.detokenizer = tokenizer.detokenizer() if tokenizer else None
-        self.parser = encoding.StreamParser(thinking)
-        self.dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-
-    def push(self, token: int) -> None:
-        self.ids.append(token)
-        if token not in self.eos:
-            self._text(self.detokenizer.push(token) if self.detokenizer else f"{token} ")
-
-    def close(self) -> None:
-        if self.detokenizer:
-            self._text(self.detokenizer.flush())
-        if not self.raw and self.tokenizer:
-            self._show(self.parser.close())
-            for call in self.parser.message["tool_calls"]:
-                self._write(sys.stdout, "\n" + json.dumps({"tool_call": call["function"]}, ensure_ascii=False))
-        if self._reasoning_open:
-            self._write(sys.stderr, "\n")
-        self._write(sys.stdout, "\n" if self._wrote else "")
-        if self.message.get("error"):
-            self._write(sys.stderr, f"note: {self.message['error']}\n")
-
-    @property
-    def message(self) -> dict:
-        """The parsed message; of a raw run, its text."""
-        if self.raw or not self.tokenizer:
-            return {"role": "assistant", "content": self.text, "reasoning": None, "tool_calls": []}
-        return self.parser.message
-
-    def _text(self, text):
-        self.text += text
-        if self.raw or not self.tokenizer:
-            self._write(sys.stdout, text)
-        else:
-            self._show(self.parser.feed(text))
-
-    def _show(self, events):
-        for event in events:
-            if event.kind == "reasoning":
-                self._write(sys.stderr, f"{self.dim[0]}{event.text}{self.dim[1]}")
-                self._reasoning_open = True
-            elif event.kind == "content":
-                if self._reasoning_open:
-                    self._write(sys.stderr, "\n")
-                    self._reasoning_open = False
-                self._write(sys.stdout, event.text)
-
-    def _write(self, stream, text):
-        if not text or self.quiet:
-            return
-        if stream is sys.stderr:
-            say(text, end="")
-        elif self.broken is None:
-            try:
-                stream.write(text)
-                stream.flush()
-                self._wrote = True
-            except OSError as error:
-                self.broken = error
-
-
-# -------------------------------------------------------------------------------------------------------------- report
-
-
-def report(timing: dict, memory: dict, finish: str) -> str:
-    """The last line on standard error."""
-    parts = [] if finish in ("stop", "length") else [finish]
-    if "load_s" in timing:
-        parts.append(f"load {timing['load_s']:.2f} s")
-    if "prefill_s" in timing:
-        parts.append(f"prefill {timing['prefill_tokens']} tokens, {timing['prefill_tokens_per_s']:.1f} tokens/s")
-    if timing.get("decode_tokens"):
-        parts.append(f"decode {timing['decode_tokens']} tokens, {timing['decode_tokens_per_s']:.1f} tokens/s, "
-                     f"{timing['decode_ms_per_token']:.1f} ms/token")
-    parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items()))
-    return " | ".join(parts)
+# --------------------------------------------------------------------------------------------------------------- start
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -568,7 +460,8 @@ def inspect(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        code = print_prompt(args) if args.print_prompt else inspect(args) if args.inspect else generate(args)
+        work = print_prompt if args.print_prompt else inspect if args.inspect else show_plan if args.plan else generate
+        code = work(args)
         sys.stdout.flush()
         return code
     except UserError as error:

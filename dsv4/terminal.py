@@ -1,10 +1,26 @@
-"""What a person at a terminal meets: Ctrl-C, standard error and its bars. Imports nothing heavy."""
+"""What a person at a terminal meets: standard input, Ctrl-C, standard error and its bars. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import sys
+from pathlib import Path
+
+from .errors import UserError
+
+
+def read_text(name: str, flag: str) -> str:
+    """A file's text, or standard input's for -, as strict UTF-8."""
+    if name == "-" and sys.stdin is None:
+        raise UserError(f"{flag}: expected a prompt on standard input, found it closed")
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{flag}: {name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag}: expected UTF-8, found byte 0x{data[error.start]:02x} at offset {error.start} of {name}") from None
 
 
 class Interrupt:
