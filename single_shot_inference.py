@@ -279,25 +279,9 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     from dsv4.plan import Planner, Room, Wish
 
     config = checkpoint.config
-    context = args.context or (min(4096, config.max_position_embeddings) if prompt_tokens is None else prompt_tokens + args.max_new_tokens)
-    tokens = context if prompt_tokens is None else prompt_tokens
-    if tokens > context:
-        raise UserError(f"--context: expected at least the prompt's {tokens} tokens, found {context}")
-    if context > config.max_position_embeddings:
-        found = f"{context}" if prompt_tokens is None else f"{context} (a prompt of {tokens} tokens and {args.max_new_tokens} new ones)"
-        raise UserError(f"--context: expected at most the model's {config.max_position_embeddings} positions, found {found}: ask for less")
-    first, last = args.layers or (0, config.num_hidden_layers)
-    if last > config.num_hidden_layers:
-        raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
-    width = config.index_head_dim
-    if args.kv_quant == "model" and 4 in config.compress_ratios and width & (width - 1):
-        raise UserError(f"--kv-quant model: the indexer's Hadamard rotation needs index_head_dim to be a power of two, found {width}: "
-                        "use --kv-quant off")
-    devices, counts = runtime.resolve_devices(args.devices, args.assume), args.layers_per_device
-    if counts and sum(counts) != last - first:
-        raise UserError(f"--layers-per-device: expected counts that add up to {last - first} layers, found {sum(counts)}")
-    if counts and (len(counts) > len(devices) or len(counts) < len(devices) and args.devices != "auto"):
-        raise UserError(f"--layers-per-device: expected a count for each of {len(devices)} devices, found {len(counts)}")
+    context, layers = check_against(args, config, prompt_tokens)
+    devices = runtime.resolve_devices(args.devices, args.assume)
+    counts = check_counts(args, len(layers), len(devices))
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
     runtime.choose_backend(args.backend, devices, dtype, args.kv_quant, args.activations, args.assume)
     rows = 0 if args.dump_logits is None and args.decode_consistency is None else context
@@ -310,10 +294,42 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     if left < 0:
         raise DoesNotFit(f"--dump-logits: {context} rows of {config.vocab_size} numbers need {dump / 2**30:.2f} GiB of host memory, "
                          f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or fewer --max-new-tokens")
+    tokens = prompt_tokens or context
     chunk = min(args.prefill_chunk, tokens, ops.max_tokens() or tokens)
-    wish = Wish(range(first, last), context, chunk, dtype, logit_rows=chunk if dump else 1, dump_rows=rows,
+    wish = Wish(layers, context, chunk, dtype, logit_rows=chunk if dump else 1, dump_rows=rows,
                 caches=1 if args.decode_consistency is None else 2, auto=args.devices == "auto", per_device=counts)
     return Planner(checkpoint, [Room(device, free_bytes(device)) for device in devices], wish)
+
+
+def check_against(args: argparse.Namespace, config, prompt_tokens: int | None) -> tuple[int, range]:
+    """The context and the layers to run, which the model must have."""
+    most = config.max_position_embeddings
+    context, found = args.context or min(4096, most), ""
+    if prompt_tokens is not None:
+        context = args.context or prompt_tokens + args.max_new_tokens
+        found = f" (a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones)"
+        if prompt_tokens > context:
+            raise UserError(f"--context: expected at least the prompt's {prompt_tokens} tokens, found {context}")
+    if context > most:
+        raise UserError(f"--context: expected at most the model's {most} positions, found {context}{found}: ask for less")
+    first, last = args.layers or (0, config.num_hidden_layers)
+    if last > config.num_hidden_layers:
+        raise UserError(f"--layers: expected at most 0:{config.num_hidden_layers}, found {first}:{last}")
+    width = config.index_head_dim
+    if args.kv_quant == "model" and 4 in config.compress_ratios and width & (width - 1):
+        raise UserError(f"--kv-quant model: the indexer's Hadamard rotation needs index_head_dim to be a power of two, found {width}: "
+                        "use --kv-quant off")
+    return context, range(first, last)
+
+
+def check_counts(args: argparse.Namespace, layers: int, devices: int) -> tuple[int, ...] | None:
+    """--layers-per-device: as many as there are layers, for each of the devices that were named."""
+    counts = args.layers_per_device
+    if counts and sum(counts) != layers:
+        raise UserError(f"--layers-per-device: expected counts that add up to {layers} layers, found {sum(counts)}")
+    if counts and (len(counts) > devices or len(counts) < devices and args.devices != "auto"):
+        raise UserError(f"--layers-per-device: expected a count for each of {devices} devices, found {len(counts)}")
+    return counts
 
 
 def show_plan(args: argparse.Namespace) -> int:

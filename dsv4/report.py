@@ -112,11 +112,13 @@ class PlanReport:
         return out
 
     def _verdict(self):
-        context, devices, layers = self.planner.instead
         if self.fits:
-            on = "" if devices is None else f"; the fewest such GPUs that do: {devices}"
-            return f"fits       up to {context} tokens of context on these devices{on}"
-        short = [str(d.device) for d in self.plan.devices if d.missing]
+            context, fewest, _ = self.planner.instead
+            count = len(self.planner.wish.per_device or self.planner.rooms)
+            on = f" on all {count} devices" if count > 1 else ""
+            return f"fits       up to {context} tokens of context{on}" + (f"; the fewest such GPUs that do: {fewest}" if fewest else "")
+        devices = [str(d.device) for d in self.plan.devices if d.missing]
+        short = devices if len(devices) <= 3 else [f"{len(devices)} of {len(self.plan.devices)} devices"]
         short += ["host"] * bool(self.host_missing) + ["disk"] * bool(self.disk_missing)
         lack = f"does not fit: {', '.join(short)}"
         return lack if self.plan.fits else f"{lack}; {self.planner.advice()}"

@@ -320,13 +320,13 @@ def test_contiguous_balanced_runs(count, layers):
 
 
 def test_exact_numbers_of_a_fake_checkpoint():
-    """Layers of 15 GiB, an embedding of 7 GiB and a head of 5 on two GPUs: 22 and 35, as 37 and 20 has the larger largest."""
-    checkpoint = FakeCheckpoint([15 * GIB] * 3, embed=7 * GIB, head=5 * GIB)
+    """Layers of 15 GiB, an embedding of 5 GiB and a head of 7 on two GPUs: 35 and 22, as 20 and 37 has the larger largest."""
+    checkpoint = FakeCheckpoint([15 * GIB] * 3, embed=5 * GIB, head=7 * GIB)
     first, second = plan(checkpoint, GPUS[:2], 60 * GIB).devices
     more = [small(checkpoint.config, n) for n in range(3)]
     end = 4 * sum(math.prod(n.shape) for n in needs_outside_layers(checkpoint.config)[1:] if not n.linear)
-    assert (first.layers, first.weights) == ((0,), 22 * GIB + more[0])
-    assert (second.layers, second.weights) == ((1, 2), 35 * GIB + more[1] + more[2] + end)
+    assert (first.layers, first.weights) == ((0, 1), 35 * GIB + more[0] + more[1])
+    assert (second.layers, second.weights) == ((2,), 22 * GIB + more[2] + end)
 
 
 def test_a_device_with_less_free_gets_less():
@@ -430,6 +430,10 @@ def test_the_fewest_gpus_are_the_fewest(name, gpu, context, count):
     layers = it.instead.layers
     assert layers.start == 0 and planner(checkpoint, free, 1, context=context, chunk=8, layers=layers).plan.fits
     assert not planner(checkpoint, free, 1, context=context, chunk=8, layers=range(layers.stop + 1)).plan.fits
+
+
+def test_one_gpu_can_be_enough():
+    assert planner(true_size("flash"), assumed("8xB200").free).instead.devices == 1
 
 
 def test_nothing_fits_a_gpu_that_is_smaller_than_a_layer():

@@ -63,7 +63,7 @@ def test_the_table(run, flash):  # noqa: F811
     assert first[-1] == "139.09" and sum(map(float, first[3:6])) == pytest.approx(float(first[8]), abs=0.02)
     assert lines[9] == "host       2.99 GiB needed, free: not known"
     assert lines[10].startswith("disk       168.27 GB, 0 B of it there, ") and lines[10].endswith(" free")
-    assert lines[12] == "fits       up to 1048576 tokens of context on these devices; the fewest such GPUs that do: 2"
+    assert lines[12] == "fits       up to 1048576 tokens of context on all 2 devices; the fewest such GPUs that do: 2"
 
 
 def test_the_table_of_what_does_not_fit(run, flash):  # noqa: F811
@@ -71,6 +71,8 @@ def test_the_table_of_what_does_not_fit(run, flash):  # noqa: F811
     row, verdict = (next(line for line in out.splitlines() if line.startswith(start)) for start in ("cuda:0", "does not fit"))
     assert (code, err) == (4, "") and row.endswith(" missing")
     assert verdict == "does not fit: cuda:0; it fits with 2 such GPUs, or with --layers 0:37"
+    verdict = run("--plan", "--assume", "5x20", "--model", flash)[1].splitlines()[-1]
+    assert verdict.startswith("does not fit: 5 of 5 devices; it fits with 11 such GPUs, or with --layers 0:20")
 
 
 def test_the_table_of_this_machine(run):  # noqa: F811
