@@ -363,8 +363,8 @@ def loading_bytes(described: list[tuple[Need, Stored]], form: str, device: torch
     most = largest = 0
     for need, stored in described:
         count = math.prod(need.shape)
-        if not need.linear:
-            most = max(most, stored.nbytes + count)  # as stored, and which are finite
+        if not need.linear:  # as stored, and what isfinite makes; the embedding and the table are not looked through
+            most = max(most, 0 if need.name.endswith(("embed.weight", "tid2eid")) else stored.nbytes + 6 * count)
         elif form == "packed":
             launch = _launch(need.name)
             launches[launch] = launches.get(launch, 0) + stored.nbytes
@@ -372,7 +372,7 @@ def loading_bytes(described: list[tuple[Need, Stored]], form: str, device: torch
         elif device.type == "cpu":
             most = max(most, stored.nbytes if form == "fp32" else 0)
         if need.linear and ("compressor" in need.name or "indexer" in need.name):
-            most = max(most, 12 * count)  # looked through for NaN, dequantised
+            most = max(most, (10 if device.type == "cpu" else 12) * count)  # looked through for NaN, dequantised, on a CPU in chunks
     return max(most, max(launches.values(), default=0) + 4 * min(chunk, largest))
 
 
