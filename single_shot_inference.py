@@ -95,7 +95,7 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             if given:
                 p.error(f"{flag} does not go with {'--messages' if args.messages else '--prompt-ids' if args.prompt_ids else '--raw'}")
     idle = "--inspect" if args.inspect else "--plan" if args.plan else "--print-prompt" if args.print_prompt else None
-    for flag, given in (("--dump-logits", args.dump_logits is not None), ("--decode-consistency", args.decode_consistency is not None)):
+    for flag, given in (("--dump-logits", args.dump_logits is not None), ("--decode-consistency", args.plan and args.decode_consistency)):
         if idle and given:
             p.error(f"{flag} does not go with {idle}: no tokens are run")
     if args.assume and not args.plan:
