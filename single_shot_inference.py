@@ -5,8 +5,8 @@ Read it top to bottom: arguments, prompt, the story (`generate`), and then its p
 prefill and decode. What is not the story lives in `dsv4` (the model; arguments, answer and report) and `encoding` (messages <-> text).
 Standard output carries the answer and nothing else; everything else goes to standard error.
 
-Exit codes: 0 done; 1 standard output cannot be written; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit;
-130 interrupted.
+Exit codes: 0 done; 1 standard output cannot be written, a kernel failed, or --decode-consistency found a difference; 2 an argument or
+prompt is wrong; 3 the checkpoint is; 4 it does not fit; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -226,6 +226,8 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     run = None
     try:
         loading = time.perf_counter()
+        if args.backend == "cuda":
+            runtime.build_kernels([d.device for d in plan.devices])
         runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in plan.layers))
         model = load(checkpoint, plan, numerics_of(args, planner), interrupt)
         model.on_layer = interrupt.check
@@ -238,15 +240,18 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         exit_code = 130 if finish == "interrupt" else 0
         if run.rows is not None and exit_code == 0:
             run.last_row(answer.ids)
-        if args.decode_consistency is not None and exit_code == 0:
-            told, failure = compare_with_prefill(model, (ids + answer.ids)[: run.cache.position], run.rows, len(ids))
-            say(told)
-            exit_code = 1 if failure else 0
     except Interrupt.Stop:
         finish, exit_code = "interrupt", 130
     except UserError as error:  # what was generated before it is kept
         finish, exit_code, failure = "error", error.exit_code, str(error)
+    except RuntimeError as error:
+        fault = runtime.gpu_fault(error)
+        finish, exit_code, failure = "error", fault.exit_code, str(fault)
     answer.close()
+    if args.decode_consistency is not None and exit_code == 0:
+        told, failure = compare_with_prefill(model, (ids + answer.ids)[: run.cache.position], run.rows, len(ids))
+        say(told)
+        exit_code = 1 if failure else 0
     if run is not None and args.dump_logits is not None:
         try:
             run.dump_logits(args.dump_logits, ids + answer.ids)
@@ -283,7 +288,7 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     devices = runtime.resolve_devices(args.devices, args.assume)
     counts = check_counts(args, len(layers), len(devices))
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
-    runtime.choose_backend(args.backend, devices, dtype, args.kv_quant, args.activations, args.assume)
+    runtime.choose_backend(args.backend, config, devices, dtype, args.kv_quant, args.activations, args.assume)
     rows = 0 if args.dump_logits is None and args.decode_consistency is None else context
     dump = 4 * rows * config.vocab_size
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
-from . import ops
-from .errors import UserError
+from . import kernels, ops
+from .config import ModelConfig
+from .errors import DoesNotFit, KernelError, UserError
+from .kernels import build
 from .kernels.launch import architecture, architecture_of
 from .machines import Machine
 
@@ -58,10 +60,10 @@ def resolve_devices(spec: str, machine: Machine | None = None) -> list[torch.dev
     return devices
 
 
-def choose_backend(backend: str, devices: list[torch.device], dtype: torch.dtype, kv_quant: str, activations: str,
+def choose_backend(backend: str, config: ModelConfig, devices: list[torch.device], dtype: torch.dtype, kv_quant: str, activations: str,
                    machine: Machine | None = None) -> None:
     """Selects the operations' implementation: "auto" is torch. Raises UserError where the kernels, on these devices or the assumed
-    machine's, cannot do what was asked for."""
+    machine's, cannot do what was asked for, or not with a model of these sizes."""
     if backend == "cuda":
         gpus = all(d.type == "cuda" for d in devices)
         for flag, fine, expected, found in (
@@ -72,12 +74,29 @@ def choose_backend(backend: str, devices: list[torch.device], dtype: torch.dtype
         ):
             if not fine:
                 raise UserError(f"{flag}: expected {expected}, found {found}: run with --backend torch")
+        kernels.refuse_sizes(config)
         if machine is None:
             for device in devices:
                 architecture(device)
         elif machine.capability is not None:
             architecture_of(machine.capability, machine.name)
     ops.select_backend("torch" if backend == "auto" else backend)
+
+
+def build_kernels(devices: list[torch.device]) -> None:
+    """Compiles what is not in the cache yet, under a bar: before the weights are read, so that a missing compiler shows at once. Raises
+    UserError as dsv4/kernels/build.py does."""
+    build.build_ahead([(name, arch) for arch in sorted({architecture(d) for d in devices}) for name in build.names()])
+
+
+def gpu_fault(error: RuntimeError) -> UserError:
+    """What a GPU's fault means, which surfaces wherever the host next waits for it; any other error is raised again."""
+    found = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, torch.OutOfMemoryError):
+        return DoesNotFit(f"a GPU: expected the planned memory to suffice, found {found}: give a smaller --context or fewer --layers")
+    if "CUDA error" not in found:
+        raise error
+    return KernelError(f"a GPU: expected its work to end, found {found}: DSV4_SYNC=1 names the kernel, --backend torch needs none")
 
 
 def free_bytes(device: torch.device) -> int:

@@ -535,3 +535,21 @@ def test_decode_consistency(run, monkeypatch):
     monkeypatch.setattr(script.Run, "decode", lambda self, *args: (self.cache.layers[5].window.zero_(), decode(self, *args))[1])
     code, _, err = run("What is the capital of France?", "--decode-consistency", 9, "--temperature", 0)
     assert code == 1 and err.splitlines()[-1].startswith("error: --decode-consistency: expected differences of at most 0.0001")
+
+
+def test_a_gpus_fault_is_one_line_and_keeps_what_there_is(run, monkeypatch):
+    """A fault surfaces as torch's RuntimeError wherever the host next waits; here at the fourth token."""
+    from dsv4.decode import Decoder
+
+    original, calls = Decoder.step, []
+
+    def step(self):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+        return original(self)
+
+    monkeypatch.setattr(Decoder, "step", step)
+    code, out, err = run("What is the capital of France?", "--temperature", 0)
+    assert code == 1 and out.startswith("The c") and out.endswith("\n")
+    assert err.splitlines()[-1].startswith("error: a GPU: expected its work to end, found CUDA error: an illegal memory access was")

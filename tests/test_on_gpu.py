@@ -38,8 +38,8 @@ CONTEXT = 2048
 def model():
     runtime.prepare_torch(1 << 30)
     device = torch.device("cuda", 0)
-    runtime.choose_backend("cuda", [device], torch.bfloat16, "model", "auto")
     checkpoint = Checkpoint.open(FOLDER)
+    runtime.choose_backend("cuda", checkpoint.config, [device], torch.bfloat16, "model", "auto")
     plan = make_plan(checkpoint, [device], layers=range(checkpoint.config.num_hidden_layers), context=CONTEXT, chunk=ops.max_tokens(),
                      dtype=torch.bfloat16, free_bytes=runtime.free_bytes, expand=False)
     yield Model(checkpoint, plan, Numerics(dtype=torch.bfloat16))

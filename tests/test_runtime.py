@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dsv4 import runtime
+from dsv4 import ops, runtime
+from dsv4.config import PRESETS
 from dsv4.errors import UserError
 
 
@@ -111,3 +113,49 @@ def test_prepare_torch(layer_bytes, threads):
         torch.set_num_threads(1)
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """One GPU, as torch would report it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    yield [torch.device("cuda", 0)]
+    ops.select_backend("torch")
+
+
+def test_the_kernels_refuse_what_they_cannot_do_before_anything_is_loaded(hopper, monkeypatch):
+    config, bf16 = PRESETS["tiny"], torch.bfloat16
+    for arguments, message in (
+        ((config, [torch.device("cpu")], bf16, "model", "auto"), "--backend cuda: expected GPUs, found cpu"),
+        ((config, hopper, torch.float32, "model", "auto"), "--dtype: expected bfloat16 with --backend cuda, found float32"),
+        ((config, hopper, bf16, "off", "auto"), "--kv-quant: expected model with --backend cuda"),
+        ((config, hopper, bf16, "model", "fp8"), "--activations: expected bf16 with --backend cuda"),
+        ((replace(config, index_n_heads=32), hopper, bf16, "model", "auto"), "expected index_n_heads to be 64"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            runtime.choose_backend("cuda", *arguments)
+        assert "\n" not in str(caught.value) and ops.selected_backend() == "torch"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UserError, match="compute capability 9.0, 10.0 or 10.3, found H200 with 8.0"):
+        runtime.choose_backend("cuda", config, hopper, bf16, "model", "bf16")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    runtime.choose_backend("cuda", config, hopper, bf16, "model", "bf16")
+    assert ops.selected_backend() == "cuda"
+
+
+def test_all_kernels_are_built_for_the_devices_that_there_are(hopper, monkeypatch):
+    built = []
+    monkeypatch.setattr(runtime.build, "build_ahead", built.extend)
+    runtime.build_kernels(hopper * 2)
+    assert built == [(name, "sm_90a") for name in runtime.build.names()]
+
+
+def test_what_a_gpus_fault_becomes():
+    fault = runtime.gpu_fault(RuntimeError("CUDA error: an illegal memory access was encountered\nmore"))
+    assert fault.exit_code == 1 and "\n" not in str(fault)
+    assert "illegal memory access was encountered: DSV4_SYNC=1 names the kernel" in str(fault)
+    full = runtime.gpu_fault(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert full.exit_code == 4 and "CUDA out of memory" in str(full)
+    with pytest.raises(RuntimeError, match="^shapes$"):
+        runtime.gpu_fault(RuntimeError("shapes"))
