@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -36,11 +37,11 @@ from dsv4.plan import DevicePlan, Plan  # noqa: E402
 from dsv4.sampler import Sampler, Sampling  # noqa: E402
 from helpers.make_checkpoint import FORMATS  # noqa: E402
 from helpers.synthetic import SyntheticCheckpoint  # noqa: E402
-from single_shot_inference import whole  # noqa: E402
+from single_shot_inference import OneLineParser, whole  # noqa: E402
 
 CALLS, WARM, TIMED = 50, 3, 20
 COLD = 400 << 20  # bytes between two reads of the same weight
-HOPS, HOP_US = 7, 8.7  # of 8 GPUs; measured on two H200 with events (spec/speed.md section 8)
+HOPS, HOP_US = 7, 8.7  # of 8 GPUs; us of a hop, as events on two H200 measured it
 Call = Callable[[], object]
 
 
@@ -106,7 +107,7 @@ def kernels_of(device: torch.device, call: Call) -> int | None:
 
 
 def step_bytes(checkpoint: SyntheticCheckpoint, layer: int, context: int, tokens: int) -> dict[str, int]:
-    """Bytes that each operation must read for a step at the end of `context` (spec/speed.md section 3), by the row it has in the table.
+    """Bytes that each operation must read for a step at the end of `context`, by the row it has in the table.
 
     Routed experts: top_k of one token; for several tokens the expected number of distinct ones under uniform routing.
     """
@@ -294,6 +295,64 @@ def bf16_product(checkpoint: SyntheticCheckpoint, layers: list[int], row: str, x
     return calls
 
 
+# ------------------------------------------------------------------------------------------------ what is asked for
+
+
+def number(above: float, most: float = math.inf) -> Callable[[str], float]:
+    """An argument type: a finite number above `above` and up to `most`."""
+    limits = f"above {above:g}" + (f" and up to {most:g}" if math.isfinite(most) else "")
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and above < value <= most):
+            raise argparse.ArgumentTypeError(f"expected a finite number {limits}, found {text[:40]!r}")
+        return value
+
+    return parse
+
+
+def check_format(name: str, device: torch.device) -> None:
+    """Raises UserError for a format that no kernel takes, if it is kernels that are to run."""
+    fine = [other for other, form in FORMATS.items() if form.plain != torch.float32]
+    if device.type != "cpu" and name not in fine:
+        raise UserError(f"--format: expected one of {', '.join(fine)} on a GPU, found {name}: its weights are fp32, which the kernels' "
+                        "bf16 does not hold")
+
+
+def check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Raises UserError for a file that could not be written in the end, or a picture that could not be drawn."""
+    for flag, path in (("--json", json), ("--plot", plot)):
+        if path is None:
+            continue
+        try:
+            there = os.path.lexists(path)
+            path.open("ab").close()  # which leaves what is there as it is
+            if not there:
+                path.unlink()
+        except OSError as error:
+            name = str(path)
+            raise UserError(f"{flag}: {name[:100]} cannot be written: {error.strerror}: give a file name in a writable folder") from None
+    if plot is not None:
+        kinds = pyplot().gcf().canvas.get_supported_filetypes()
+        if plot.suffix and plot.suffix[1:].lower() not in kinds:
+            raise UserError(f"--plot: expected a name that ends in one of .{', .'.join(sorted(kinds))}, found {plot.name[:100]}")
+
+
+def pyplot():
+    """matplotlib's, which draws into files. Raises UserError where there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot: expected matplotlib, found none: pip install 'dsv4[plot]'") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 # -------------------------------------------------------------------------------------------------------------- report
 
 
@@ -319,13 +378,8 @@ def whole_model(config: ModelConfig, kinds: dict[str, dict], ends: dict) -> dict
 
 def plot(results: list[dict], roof: float, title: str, path: Path) -> None:
     """Time against bytes for every row, with the roof."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [r for r in results if r["bytes"]]
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure, axes = pyplot().subplots(figsize=(9, 6))
     sizes = [min(r["bytes"] for r in rows), max(r["bytes"] for r in rows)]
     axes.loglog([1e-6 * b for b in sizes], [1e-6 * b / roof for b in sizes], color="grey", label=f"{roof} TB/s")
     axes.scatter([1e-6 * r["bytes"] for r in rows], [r["us"] for r in rows], s=14)
@@ -345,19 +399,24 @@ def clocks(device: torch.device) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=sorted(PRESETS), required=True)
-    parser.add_argument("--format", choices=sorted(FORMATS), default="nvidia", help="nvidia is 'A' of spec/speed.md, all-nvfp4 'B'")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="nvidia",
+                        help="of the weights (default: nvidia); f32, transformers and hybrid on a CPU only")
     parser.add_argument("--context", type=whole(1), default=4096, help="the step is the last of so many tokens")
-    parser.add_argument("--tokens", type=whole(1, 8), default=1)
+    parser.add_argument("--tokens", type=whole(1, 8), default=1, help="of the step, at most --context (default: 1)")
     parser.add_argument("--device", default="cuda:0", help="cpu tests the plumbing with the definitions; its times mean nothing")
-    parser.add_argument("--roof", type=float, default=4.3, metavar="TB/S", help="of the floors (default: 4.3, an H200's)")
+    parser.add_argument("--roof", type=number(0), default=4.3, metavar="TB/S", help="of the floors (default: 4.3, an H200's)")
     parser.add_argument("--no-ops", action="store_true", help="layers and model only")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a roofline plot (needs matplotlib)")
     args = parser.parse_args(argv)
     try:
-        (device,) = runtime.resolve_devices(args.device)
+        if args.tokens > args.context:
+            raise UserError(f"--tokens: expected at most --context, {args.context}, found {args.tokens}")
+        check_outputs(args.json, args.plot)
+        device = runtime.resolve_devices(args.device)[0]
+        check_format(args.format, device)
         runtime.prepare_torch(1 << 30)
         if device.type == "cuda":
             torch.cuda.set_device(device)

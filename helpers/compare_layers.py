@@ -45,9 +45,10 @@ from dsv4.model import Block  # noqa: E402
 from dsv4.ops import backend  # noqa: E402
 from dsv4.ops.attention import visible_entries  # noqa: E402
 from dsv4.ops.quant import fp4_round_trip, fp8_round_trip  # noqa: E402
+from helpers.bench_decode import check_format, check_outputs, number, pyplot  # noqa: E402
 from helpers.make_checkpoint import FORMATS  # noqa: E402
 from helpers.synthetic import SyntheticCheckpoint  # noqa: E402
-from single_shot_inference import BUNDLED, layer_range, token_ids, whole  # noqa: E402
+from single_shot_inference import BUNDLED, OneLineParser, layer_range, token_ids, whole  # noqa: E402
 
 CHUNK = kernels.MAX_TOKENS
 RUNS = ("same input", "accumulated")
@@ -428,13 +429,7 @@ def beyond(rows: list[Row], limit: float) -> list[Row]:
 
 def plot(rows: list[Row], path: Path) -> None:
     """1 - cosine by layer for the main stages, and the overlaps; of prefill and decode the worse."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--plot: expected matplotlib, found none: pip install 'dsv4[plot]'") from None
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     layers = list(dict.fromkeys(row.layer for row in rows if row.layer != "head"))
     figure, axes = plt.subplots(3, 1, figsize=(10, 12), sharex=True)
     for axis, run in zip(axes, RUNS, strict=False):
@@ -464,12 +459,12 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, default=BUNDLED, help="checkpoint folder (default: the bundled tiny one)")
     source.add_argument("--preset", choices=sorted(PRESETS), help="random weights of this shape instead")
     parser.add_argument("--format", choices=[name for name, form in FORMATS.items() if form.names == "native"], default="nvidia",
-                        help="of --preset's weights (default: nvidia)")
+                        help="of --preset's weights (default: nvidia); f32 on a CPU only")
     parser.add_argument("--layers", type=layer_range, help="A:B, the layers A to B - 1 (default: all)")
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--prompt", metavar="N", type=whole(1), default=144, help="random tokens in steps of 8 (default: 144)")
@@ -479,7 +474,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="this many positions before the prompt, a multiple of 128, have random keys (default: 0)")
     parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--device", default="auto", help="default: the first GPU")
-    parser.add_argument("--limit", type=float, default=0.9999, help="least cosine for the same input (default: 0.9999)")
+    parser.add_argument("--limit", type=number(0, 1), default=0.9999, help="least cosine for the same input (default: 0.9999)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; takes matplotlib")
     return parser.parse_args(argv)
@@ -495,7 +490,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_outputs(args.json, args.plot)
     device, wrappers = runtime.resolve_devices(args.device)[0], kernels.wrappers()
+    if args.preset:
+        check_format(args.format, device)
     checkpoint = SyntheticCheckpoint(PRESETS[args.preset], args.format, device, args.seed) if args.preset else Checkpoint.open(args.model)
     config = checkpoint.config
     layers = range(*(args.layers or (0, config.num_hidden_layers)))

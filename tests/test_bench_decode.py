@@ -1,12 +1,17 @@
-"""helpers/bench_decode.py: its bytes against the specification's, and its plumbing on the definitions; its times need a GPU."""
+"""helpers/bench_decode.py: its bytes against known ones, its plumbing on the definitions, what it refuses; its times need a GPU."""
 
 import json
+import sys
 
 import pytest
 import torch
 
+from dsv4 import runtime
 from dsv4.config import PRESETS
+from dsv4.errors import UserError
+from dsv4.kernels import linear
 from helpers import bench_decode
+from helpers.make_checkpoint import FORMATS
 from helpers.synthetic import SyntheticCheckpoint
 
 
@@ -14,8 +19,8 @@ from helpers.synthetic import SyntheticCheckpoint
     ("pro", "nvidia", 1, 4096, 614.7), ("pro", "nvidia", 2, 4096, 650.2), ("pro", "all-nvfp4", 1, 4096, 454.5),
     ("pro", "all-nvfp4", 2, 4096, 484.5), ("flash", "nvidia", 3, 4096, 230.7), ("flash", "nvidia", 2, 4096, 252.2),
 ])
-def test_bytes_of_a_layer_are_the_published_ones(preset, format, layer, context, megabytes):
-    """spec/speed.md 3.2, which rounds and leaves out the rows of zero bytes here."""
+def test_bytes_of_a_layer_are_those_of_the_floors(preset, format, layer, context, megabytes):
+    """Rounded, and without the rows of zero bytes. At 4.3 TB/s they take what docs/measurements.md has: 143 us for an HCA layer of Pro."""
     read = bench_decode.step_bytes(SyntheticCheckpoint(PRESETS[preset], format, "meta"), layer, context, 1)
     assert 1e-6 * sum(read.values()) == pytest.approx(megabytes, rel=2e-3)
 
@@ -58,6 +63,81 @@ def test_recording_sees_every_call_and_leaves_no_trace():
         ops.pack_weights((1,))
         ops.new_keys(1, 2, torch.float32, "cpu")
     assert [name for name, *_ in calls] == ["pack_weights", "new_keys"] and calls[0][1]() == (1,) and not backend._chosen
+
+
+def refused(module, argv, monkeypatch, capsys) -> str:
+    """The one line with which module.main refuses before it reads or draws a weight."""
+    def early(*_, **__):
+        raise AssertionError("weights are drawn")
+    monkeypatch.setattr(module, "SyntheticCheckpoint", early)
+    try:
+        code = module.main(argv)
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def refuses_outputs_early(module, argv, tmp_path, monkeypatch, capsys):
+    """Files that cannot be written in the end, and pictures that cannot be drawn; what is there stays as it is."""
+    old, new = tmp_path / "old", tmp_path / "new.png"
+    old.write_text("as it was")
+    cannot = "cannot be written: {}: give a file name in a writable folder"
+    for flag in ("--json", "--plot"):
+        for path, why in ((tmp_path / "none" / "x.png", "No such file or directory"), (tmp_path, "Is a directory"),
+                          (old / "x.png", "Not a directory"), (tmp_path / ("x" * 300), "File name too long")):
+            error = refused(module, [*argv, flag, str(path)], monkeypatch, capsys)
+            assert error.startswith(f"error: {flag}: {str(path)[:100]} ") and cannot.format(why) in error
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if there were none
+    for path in (old, new):
+        error = refused(module, [*argv, "--json", str(path), "--plot", str(new)], monkeypatch, capsys)
+        assert error == "error: --plot: expected matplotlib, found none: pip install 'dsv4[plot]'\n"
+    assert old.read_text() == "as it was" and not new.exists()
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_measuring(tmp_path, monkeypatch, capsys):
+    refuses_outputs_early(bench_decode, ["--preset", "tiny", "--device", "cpu"], tmp_path, monkeypatch, capsys)
+
+
+def test_the_name_of_a_picture_says_its_kind(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="pip install 'dsv4[plot]'")
+    error = refused(bench_decode, ["--preset", "tiny", "--device", "cpu", "--plot", str(tmp_path / "x.txt")], monkeypatch, capsys)
+    assert "--plot: expected a name that ends in one of ." in error and ".png" in error and "found x.txt" in error
+    bench_decode.check_outputs(None, tmp_path / "x.PNG")
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--context", "2", "--tokens", "8"], "--tokens: expected at most --context, 2, found 8"),
+    *((["--roof", x], f"--roof: expected a finite number above 0, found '{x}'") for x in ("0", "-1", "nan", "inf", "1e400", "much")),
+    (["--format", "fp5"], "--format: invalid choice: 'fp5'"),
+])
+def test_what_is_refused(argv, words, monkeypatch, capsys):
+    assert words in refused(bench_decode, ["--preset", "tiny", "--device", "cpu", *argv], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_formats_are_those_that_the_kernels_take(format, monkeypatch, capsys):
+    """On a GPU; what kernels there would refuse the packing refuses here."""
+    checkpoint = SyntheticCheckpoint(PRESETS["tiny"], format, "cpu")
+    bench_decode.check_format(format, torch.device("cpu"))
+    try:
+        for name in ("head", "layers.2.attn.wq_a", "layers.2.ffn.experts.0.w1"):
+            linear.pack_weights((checkpoint.weight(name),))
+    except UserError as error:
+        assert "weights that bf16 holds exactly" in str(error)
+        monkeypatch.setattr(runtime, "resolve_devices", lambda _: [torch.device("cuda", 0)])
+        error = refused(bench_decode, ["--preset", "tiny", "--format", format], monkeypatch, capsys)
+        assert "on a GPU" in error and f"found {format}: its weights are fp32, which the kernels' bf16 does not hold" in error
+    else:
+        bench_decode.check_format(format, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("format", [name for name, form in FORMATS.items() if form.plain == torch.float32])
+def test_every_format_runs_on_a_cpu(format, monkeypatch):
+    for name, few in (("CALLS", 2), ("WARM", 0), ("TIMED", 1), ("COLD", 1)):
+        monkeypatch.setattr(bench_decode, name, few)
+    assert bench_decode.main(["--preset", "tiny", "--device", "cpu", "--context", "130", "--format", format, "--no-ops"]) == 0
 
 
 def test_without_a_gpu(capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dsv4 import kernels
+from dsv4 import kernels, runtime
 from dsv4.kernels.keys import IndexKeys, Keys
 from dsv4.ops.attention import attention_ref
 from dsv4.ops.experts import moe_ref
@@ -14,6 +14,7 @@ from dsv4.ops.update_caches import update_caches_ref
 from helpers import compare_layers
 
 from .emulator.emulator import emulated, needs_gxx
+from .test_bench_decode import refused, refuses_outputs_early
 
 CPU = ["--device", "cpu"]
 
@@ -140,6 +141,20 @@ def test_what_cannot_be_compared(capsys):
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and words in error
     assert not torch.is_inference_mode_enabled()
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_run(tmp_path, monkeypatch, capsys):
+    refuses_outputs_early(compare_layers, ["--preset", "tiny", *CPU], tmp_path, monkeypatch, capsys)
+
+
+def test_limits_and_formats_that_are_refused(monkeypatch, capsys):
+    for limit in ("0", "-0.5", "1.0001", "nan", "inf", "tight"):
+        error = refused(compare_layers, ["--preset", "tiny", "--limit", limit, *CPU], monkeypatch, capsys)
+        assert f"--limit: expected a finite number above 0 and up to 1, found '{limit}'" in error
+    assert compare_layers.parse(["--limit", "1"]).limit == 1
+    monkeypatch.setattr(runtime, "resolve_devices", lambda _: [torch.device("cuda", 0)])
+    error = refused(compare_layers, ["--preset", "tiny", "--format", "f32"], monkeypatch, capsys)
+    assert "found f32: its weights are fp32, which the kernels' bf16 does not hold" in error
 
 
 def test_the_plot(monkeypatch, tmp_path):

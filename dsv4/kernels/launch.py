@@ -30,7 +30,8 @@ emulator: Callable[[Kernel, list], int] | None = None
 
 def architecture(device: torch.device) -> str:
     """The architecture to compile for. Raises UserError for a GPU that has none of ours."""
-    return architecture_of(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    capability = torch.cuda.get_device_capability(device)
+    return architecture_of(capability, "" if capability in _CAPABILITIES else torch.cuda.get_device_name(device))
 
 
 def architecture_of(capability: tuple[int, int], name: str) -> str:

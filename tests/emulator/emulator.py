@@ -80,8 +80,8 @@ class Machine:
         """
         self.library.emu_reset(int(self.reverse))
         guarded = Guarded(kernel, values, offsets or {}, torch.device("cpu"))
-        for name, kind, _, view in guarded.tensors:
-            self.library.emu_region(name.encode(), view.data_ptr(), view.numel(), KINDS.index(kind))
+        for (name, kind, _, view), address in zip(guarded.tensors, guarded.addresses, strict=True):
+            self.library.emu_region(name.encode(), address, view.numel(), KINDS.index(kind))
         result = kernel.bind(self.library)(*guarded.arguments, None)
         if error := self.library.emu_error().decode():
             raise EmulatorError(f"{kernel.name}: {self._with_source_lines(error)}")
@@ -126,6 +126,7 @@ class Guarded:
         self.name = kernel.name
         self.arguments: list = []
         self.tensors: list[tuple] = []  # name, kind, the caller's tensor, its copy as bytes; HOST tensors are not among them
+        self.addresses: list[int] = []  # of the copies, empty ones too, whose data_ptr() is null
         self.memory: list[torch.Tensor] = []
         for (name, kind), value in zip(kernel.arguments.items(), values, strict=True):
             if not isinstance(value, torch.Tensor) or kind == launch.HOST:
@@ -137,7 +138,8 @@ class Guarded:
             view = memory[first:first + size]
             if kind not in (launch.OUT, launch.WORK):
                 view.copy_(value.reshape(-1).view(torch.uint8))
-            self.arguments.append(view.data_ptr())
+            self.addresses.append(memory.data_ptr() + first)
+            self.arguments.append(self.addresses[-1])
             self.tensors.append((name, kind, value, view))
             self.memory.append(memory)
 

@@ -39,6 +39,8 @@ enum Fault {
     // tensor memory
     kTensorColumns, kTensorNotAllocated, kTensorNotFreed, kTensorNoCommit, kTensorNotAwaited, kTensorVersion, kTensorShape,
     kTensorLanes, kTensorUnwritten, kTensorOverwritten,
+    // whole numbers, and a named barrier of two groups
+    kDivideByZero, kRemainderOfZero, kNamedHalves, kNamedAhead, kNamedTwice,
 };
 
 struct __attribute__((packed)) Unaligned { float value; };  // an access that promises no alignment
@@ -295,33 +297,68 @@ __global__ void cluster(const float* x, float* out, int fault) {
     cluster_sync();  // nobody leaves while its memory may be read
 }
 
-// Warp 3 waits at barrier 1 for warp 0's first arrival. Before it reads, warps 0 and 1 have used the barrier twice more, and warp 0 has
-// written what warp 3 reads: nothing orders the two.
+// Warp 2 meets warp 0 at barrier 1. Before it reads, warps 0 and 1 have used the barrier twice more, and warp 0 has written what warp 2
+// reads: nothing orders the two.
 __global__ void reused(const float* x, float* out, int fault) {
     DYN_SMEM(float, row);
     grid_dependency_wait();
     const int t = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (warp == 0) {
-        bar_sync(3, 96);
-        bar_arrive(1, 64);
-        row[t] = x[t];
-        bar_arrive(1, 64);
-        bar_sync(4, 64);
         bar_sync(1, 64);
+        row[t] = x[t];
+        bar_arrive(3, 64);  // by which warp 1 knows that warp 2 has come
+        bar_sync(1, 64);
+        bar_arrive(1, 64);
     }
     if (warp == 1) {
-        bar_sync(3, 96);
+        bar_sync(3, 64);
         bar_sync(1, 64);
-        bar_arrive(1, 64);
-        bar_arrive(4, 64);
+        bar_sync(1, 64);
     }
-    if (warp == 2) bar_arrive(3, 96);
-    if (warp == 3) {
+    if (warp == 2) {
         bar_sync(1, 64);
-        for (int i = 0; i < 8; i++) __syncwarp();  // time for the others; it tells warp 3 nothing about them
+        for (int i = 0; i < 8; i++) __syncwarp();  // time for the others; it tells warp 2 nothing about them
     }
     if (fault == kNone) __syncthreads();
-    if (warp == 3) out[t] = row[t], out[t + 32] = row[t];
+    if (warp == 2) out[t] = row[t], out[t + 32] = row[t];
+}
+
+// Two halves of a block, each of which meets at a barrier of its own and goes to the next piece of work when it has met again.
+__global__ void halves(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    grid_dependency_wait();
+    const int t = threadIdx.x, barrier = fault == kNamedHalves ? 1 : 1 + t / 64;
+    for (int i = 0; i < 2; i++) {
+        row[t] = i ? x[t] : 0;
+        bar_sync(barrier, 64);
+        out[t] = row[t ^ 63];
+        bar_sync(barrier, 64);
+    }
+}
+
+// A producer and a consumer of two rounds, who share one row: the producer waits at barrier 2 until it has been read.
+__global__ void rounds(const float* x, float* out, int fault) {
+    DYN_SMEM(float, row);
+    grid_dependency_wait();
+    const int t = threadIdx.x % 32;
+    for (int i = 0; i < 2; i++)
+        if (threadIdx.x < 32) {
+            if (i && fault == kNone) bar_sync(2, 64);
+            if (fault == kNone) row[t] = x[32 * i + t];
+            bar_arrive(1, 64);
+        } else {
+            for (int k = 0; k < 8 && fault == kNamedTwice; k++) __syncwarp();  // time for the producer
+            bar_sync(1, 64);
+            out[32 * i + t] = fault == kNone ? row[t] : 0;
+            if (i == 0 && fault == kNone) bar_arrive(2, 64);
+        }
+}
+
+// x as whole numbers, the first of which is zero.
+__global__ void divisions(const float* x, float* out, int fault) {
+    grid_dependency_wait();
+    const int t = threadIdx.x, by = int(x[fault == kNone ? 63 : t % 32]);
+    out[t] = fault == kRemainderOfZero ? 100 % by : 100 / by;
 }
 
 // x as a matrix of 2-byte values, 16 a row: a box of 8 rows to shared memory.
@@ -413,10 +450,13 @@ static cudaError_t launch_tensor(const float* x, float* out, int fault, cudaStre
 
 extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStream_t stream) {
     const int n = 64, bytes = n * sizeof(float);
-    if (fault >= kTensorColumns) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
+    if (fault == kNamedHalves) LAUNCH(halves, dim3(1), dim3(2 * n), 2 * bytes, stream, x, out, fault);
+    else if (fault == kNamedAhead || fault == kNamedTwice) LAUNCH(rounds, dim3(1), dim3(n), bytes, stream, x, out, fault);
+    else if (fault >= kDivideByZero) LAUNCH(divisions, dim3(1), dim3(n), 0, stream, x, out, fault);
+    else if (fault >= kTensorColumns) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
     else if (fault >= kWgmmaNoFence) LAUNCH(product, dim3(1), dim3(fault == kWgmmaFewThreads ? 96 : 128), 144 * 16, stream, x, out, fault);
     else if (fault >= kTensorNoMap) return launch_tensor(x, out, fault, stream);
-    else if (fault == kNamedReused) LAUNCH(reused, dim3(1), dim3(128), bytes, stream, x, out, fault);
+    else if (fault == kNamedReused) LAUNCH(reused, dim3(1), dim3(96), bytes, stream, x, out, fault);
     else if (fault >= kClusterNoSync) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes, stream, x, out, fault);
     else if (fault == kBulkOtherWait) LAUNCH(two_copies, dim3(1), dim3(n), 2 * bytes + 16, stream, x, out, fault);
     else if (fault >= kBulkNoWait) LAUNCH(ring, dim3(1), dim3(n), bytes + 16, stream, x, out, fault);
@@ -454,10 +494,13 @@ extern "C" int right_forms(const float* x, float* out, int which, cudaStream_t s
     if (which == 2) LAUNCH(async_copies, dim3(1), dim3(n), 2 * bytes, stream, x, out, fault);
     if (which == 3) LAUNCH(ring, dim3(1), dim3(n), bytes + 16, stream, x, out, fault);
     if (which == 4) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes, stream, x, out, fault);
-    if (which == 5) LAUNCH(reused, dim3(1), dim3(128), bytes, stream, x, out, fault);
+    if (which == 5) LAUNCH(reused, dim3(1), dim3(96), bytes, stream, x, out, fault);
     if (which == 6) return launch_tensor(x, out, fault, stream);
     if (which == 7) LAUNCH(product, dim3(1), dim3(128), 144 * 16, stream, x, out, fault);
     if (which == 9) LAUNCH(two_copies, dim3(1), dim3(n), 2 * bytes + 16, stream, x, out, fault);
+    if (which == 10) LAUNCH(halves, dim3(1), dim3(2 * n), 2 * bytes, stream, x, out, fault);
+    if (which == 11) LAUNCH(rounds, dim3(1), dim3(n), bytes, stream, x, out, fault);
+    if (which == 12) LAUNCH(divisions, dim3(1), dim3(n), 0, stream, x, out, fault);
     if (which == 8) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
     return cudaGetLastError();
 }

@@ -13,6 +13,11 @@
 #include <unordered_map>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <csignal>
+#include <ucontext.h>
+#endif
+
 extern "C" char __ehdr_start __attribute__((visibility("hidden"))), _end __attribute__((visibility("hidden")));  // by the linker
 
 // ---- Fibers: emu_switch leaves one stack for another. x86-64 has its own, as ucontext asks the kernel for the signal mask each time.
@@ -138,6 +143,7 @@ struct Barrier {
     int line = 0;
     Gathering gathering;
     std::vector<Fiber*> waiting;
+    std::vector<std::pair<unsigned, uint32_t>> before;  // of a named one: the arrivals of its last use
 };
 
 struct Meeting {  // the lanes of one mask of one warp
@@ -453,7 +459,7 @@ Region* find(uintptr_t a) {
     Region& shared = current->block->shared;
     if (a >= shared.begin && a < shared.end) return &shared;
     Page& page = pages[a / kGuard % 256];
-    if (page.page == a / kGuard && a >= page.region->begin && a < page.region->end) return page.region;
+    if (page.region && page.page == a / kGuard && a >= page.region->begin && a < page.region->end) return page.region;
     for (auto& r : regions)
         if (a >= r.begin && a < r.end) { page = {a / kGuard, &r}; return &r; }
     for (auto& b : cluster.blocks)
@@ -842,6 +848,27 @@ void sync_block(const char* file, int line) {
     end_barrier(b);
 }
 
+// Two uses of a named barrier, one after the other, may have different warps. That they do not mix is for the kernel to say: a warp must
+// know of every other warp's arrival at the use before (of any lane's, as a warp comes as one), or it could have come in that warp's place.
+// And a warp that comes twice to one use has not waited for the others.
+static void check_use(const Barrier& b, int id, unsigned mask) {
+    Clock known;
+    each_lane(mask, [&](Fiber& f, unsigned) { known = join(known, f.known); });
+    for (auto& arrival : b.gathering.over)
+        if (cluster.fibers[arrival.first].linear / 32 == current->linear / 32)
+            fail("barrier %d of %u threads: the warp has come to this use of it already", id, b.expected);
+    auto warp_of = [&](size_t i) { return cluster.fibers[b.before[i].first].linear / 32; };
+    for (size_t i = 0, first = 0; i < b.before.size(); first = i) {
+        bool after = warp_of(i) == current->linear / 32;
+        for (; i < b.before.size() && warp_of(i) == warp_of(first); i++)
+            after |= known && b.before[i].first < known->size() && (*known)[b.before[i].first] >= b.before[i].second;
+        if (!after)
+            fail("barrier %d of %u threads: nothing orders this arrival after that of threads %u-%u at the barrier's use before, so these "
+                 "could meet in the same use", id, b.expected, cluster.fibers[b.before[first].first].linear,
+                 cluster.fibers[b.before[i - 1].first].linear);
+    }
+}
+
 // A warp comes to a named barrier as one: its lanes meet first, and the last to come acts for all.
 void named_barrier(int id, unsigned threads, bool blocking, const char* file, int line) {
     const unsigned size = block_size.x * block_size.y * block_size.z;
@@ -856,13 +883,14 @@ void named_barrier(int id, unsigned threads, bool blocking, const char* file, in
     Barrier& b = current->block->barriers[id];
     if (b.arrived == 0) { b.expected = threads; b.file = nullptr; b.first = current->linear / 32 * 32; }
     if (b.expected != threads) fail("divergent barrier %d: %u threads expected here, %u by thread %u", id, threads, b.expected, b.first);
+    check_use(b, id, mask);
     each_lane(mask, [&](Fiber& f, unsigned) {
         b.gathering.add(f);
         if (blocking) b.waiting.push_back(&f);
         else f.waiting = false;
     });
     b.arrived += 32;
-    if (b.arrived == threads) end_barrier(b);
+    if (b.arrived == threads) b.before = b.gathering.over, end_barrier(b);
     else if (blocking) wait(reason);
 }
 
@@ -1123,6 +1151,29 @@ uint16_t multiply_add_bf16(uint16_t a, uint16_t b, uint16_t c) {
     return uint16_t(sign | std::min(encode<7, -126>(fabs(sum)), 0x7f80u));
 }
 
+#if defined(__x86_64__)
+// An integer division by zero is a signal on this processor; a GPU goes on with some value. While a launch runs, it is a mistake of the
+// current thread. SA_NODEFER: the handler does not return, and the signal stays open.
+namespace {
+struct Divisions {
+    struct sigaction before;
+    Divisions() {
+        struct sigaction mine = {};
+        mine.sa_sigaction = [](int, siginfo_t*, void* context) {
+            const auto pc = reinterpret_cast<const char*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
+            if (!current) abort();
+            fail("an integer division by zero, or whose result is too large @+0x%x", place_of(pc + 1));  // one on, as for a call
+        };
+        mine.sa_flags = SA_SIGINFO | SA_NODEFER;
+        sigaction(SIGFPE, &mine, &before);
+    }
+    ~Divisions() { sigaction(SIGFPE, &before, nullptr); }
+};
+}  // namespace
+#else
+struct Divisions {};
+#endif
+
 void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t shared_bytes, void (*run)(const void*), const void* c,
             size_t c_bytes) {
     if (status != cudaSuccess) return;  // an earlier launch of this call has failed
@@ -1142,6 +1193,7 @@ void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t s
     launch_first = uint32_t(touches.size());
     clusters_begun.clear();
     waited_for_grid = false;
+    [[maybe_unused]] const Divisions divisions;
     for (unsigned z = 0; z < grid.z; z++)
         for (unsigned y = 0; y < grid.y; y++)
             for (unsigned x = 0; x < grid.x; x += blocks) {

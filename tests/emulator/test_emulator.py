@@ -1,6 +1,9 @@
 """The emulator finds each planted mistake, names it, and computes what a GPU does where there is none."""
 
+import ctypes
+import platform
 import re
+import signal
 
 import pytest
 import torch
@@ -140,8 +143,18 @@ EXPECTED = {
     "kTensorLanes": r"tensor_load_8: warp 1 of its warpgroup has lanes 32 to 63, not 0",
     "kTensorUnwritten": r"tensor_mma_bf16: adds to lane 0, column 0 of d, which was not written",
     "kTensorOverwritten": r"write of byte 0 of shared memory, which a product in flight reads, with no wait for it between" + TWO_PLACES,
+    "kDivideByZero": r"thread \(0,0,0\): an integer division by zero, or whose result is too large at faults.cu:\d+$",
+    "kRemainderOfZero": r"thread \(0,0,0\): an integer division by zero, or whose result is too large at faults.cu:\d+$",
+    "kNamedHalves": r"barrier 1 of 64 threads: nothing orders this arrival after that of threads 0-31 at the barrier's use before, so",
+    "kNamedAhead": r"barrier 1 of 64 threads: nothing orders this arrival after that of threads 32-63 at the barrier's use before, so",
+    "kNamedTwice": r"barrier 1 of 64 threads: the warp has come to this use of it already$",
     "kTooMuchShared": r"233472 bytes of shared memory: beyond a GPU's limits",
 }
+
+
+def skip_unless_divisions_trap(fault):
+    if fault in ("kDivideByZero", "kRemainderOfZero") and platform.machine() != "x86_64":
+        pytest.skip("a division by zero is no signal on this processor")
 
 
 def test_every_fault_is_in_the_table():
@@ -150,6 +163,7 @@ def test_every_fault_is_in_the_table():
 
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_planted_fault(fault):
+    skip_unless_divisions_trap(fault)
     with pytest.raises(EmulatorError, match=EXPECTED[fault]) as caught:
         run(fault)
     assert "\n" not in str(caught.value) and "@+" not in str(caught.value)
@@ -166,6 +180,39 @@ def test_a_missing_barrier_is_found_in_both_orders():
 def test_a_race_is_found_in_reverse_too(fault):
     with pytest.raises(EmulatorError, match="with no barrier between"):
         run(fault, reverse=True)
+
+
+@pytest.mark.parametrize("fault,threads", [("kNamedHalves", "96-127"), ("kNamedAhead", "32-63")])
+def test_groups_that_may_mix_at_a_named_barrier_are_found_in_reverse_too(fault, threads):
+    """Each order takes them apart, one group after the other."""
+    with pytest.raises(EmulatorError, match=f"nothing orders this arrival after that of threads {threads} at the barrier's use before"):
+        run(fault, reverse=True)
+
+
+def test_an_empty_tensor_has_a_place_and_a_null_pointer_none():
+    x, empty = torch.arange(64.0), torch.empty(0)
+    for arguments, message in (((x, empty), r"63,0,0\): write of 4 bytes 252 bytes past the end of out \(0 bytes\)"),
+                               ((empty, x), r"0,0,0\): read of 4 bytes 0 bytes past the end of x \(0 bytes\)"),
+                               ((None, empty), r"0,0,0\): read of 4 bytes outside every allocation"),
+                               ((None, x), r"0,0,0\): read of 4 bytes outside every allocation"),
+                               ((x, None), r"63,0,0\): write of 4 bytes outside every allocation")):
+        with pytest.raises(EmulatorError, match=message + r" at faults.cu:\d+$"):
+            Machine(SOURCE).run(KERNEL, [*arguments, 1, FAULTS.index("kNone")])
+
+
+def test_a_division_by_zero_is_caught_as_often_as_it_comes_and_only_in_a_launch():
+    skip_unless_divisions_trap("kDivideByZero")
+
+    def handler():
+        action = ctypes.create_string_buffer(512)  # a struct sigaction
+        assert ctypes.CDLL(None).sigaction(int(signal.SIGFPE), None, action) == 0
+        return ctypes.c_void_p.from_buffer(action).value
+
+    before = handler()
+    for _ in range(3):
+        with pytest.raises(EmulatorError, match="faults: divisions: block .0,0,0. thread .0,0,0.: an integer division"):
+            run("kDivideByZero")
+    assert handler() == before
 
 
 @pytest.mark.parametrize("fault,message", [
@@ -185,7 +232,8 @@ def test_barriers_syncwarp_atomics_and_named_barriers_order_accesses(reverse):
     assert torch.equal(out, x.view(4, 32).roll(-1, 1).flatten() + 64 - 64)
 
 
-RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "reused", "tensor", "product", "tensor_memory", "two_copies")
+RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "reused", "tensor", "product", "tensor_memory", "two_copies",
+               "halves", "rounds", "divisions")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -193,10 +241,14 @@ RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "
 def test_no_fault_no_report(rng, which, reverse):
     """The kernels of the planted faults of later instructions, right."""
     x = torch.randn(128, generator=rng)
-    out = torch.empty(128 if RIGHT_FORMS[which] == "cluster" else 64)
+    if RIGHT_FORMS[which] == "divisions":
+        x = x.abs() + 1
+    out = torch.empty(128 if RIGHT_FORMS[which] in ("cluster", "halves") else 64)
     assert Machine(SOURCE, reverse).run(Kernel("right_forms", {"x": IN, "out": OUT, "which": int}), [x, out, which]) == 0
     want = {"global_memory": x[:64], "tensor": x[:64], "two_copies": x[:64],
-            "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten()}
+            "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten(), "rounds": x[:64],
+            "halves": x.view(2, 64).flip(1).flatten(),
+            "divisions": (100 // x[63].trunc()).expand(64)}
     if RIGHT_FORMS[which] in want:
         assert torch.equal(out, want[RIGHT_FORMS[which]])
     if RIGHT_FORMS[which] == "ring":  # twice the same 64 values

@@ -81,6 +81,17 @@ def test_merged_formats_in_every_partition(rng, monkeypatch, blocks):
     linear.blocks_at_once.cache_clear()
 
 
+def test_as_many_clusters_as_a_plan_has_room_for(rng, monkeypatch):
+    """A tile each."""
+    monkeypatch.setattr(linear, "_CPU_BLOCKS", linear.MAX_BLOCKS)
+    linear.blocks_at_once.cache_clear()
+    weight, x = any_weight(rng, "plain", 16 * linear.MAX_BLOCKS, 16), tokens(rng, 2, 16)
+    schedule = linear._schedule(linear.pack_weights((weight,)).segments, linear.MAX_BLOCKS)
+    assert (len(schedule.first_tile) - 1, schedule.cluster, schedule.tiles) == (320, 1, 1)
+    assert_as_good(project(x, weight)[0], x, weight)
+    linear.blocks_at_once.cache_clear()
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "fp8", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("groups, rows, columns", [(1, 16, 512), (2, 64, 1024), (5, 16, 96), (16, 32, 544)])

@@ -10,6 +10,7 @@ from dsv4.errors import UserError
 from dsv4.kernels import build
 from dsv4.kernels.keys import IndexKeys, Keys
 from dsv4.kernels.launch import Kernel
+from dsv4.ops.norm import kv_norm_rope
 from dsv4.ops.update_caches import update_caches_ref
 
 from ..emulator.emulator import emulated, needs_gxx
@@ -90,6 +91,28 @@ def test_the_whole_definition(rng, kind):
     for got, ours in pairs:
         assert (got == ours).double().mean() > 0.98
         assert ((got - ours).double().norm(dim=-1) <= 0.02 * ours.double().norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_that_the_norms_weight_makes_infinite_spoils_its_block(rng, kind):
+    """Nothing before it is: the sums of squares are finite, and no value is NaN. The window's second key has a zero there."""
+    layer = Layer(rng, kind, 2, 127)
+    site, sequence = layer.site, layer.sequence
+    site.kv[:, 70], site.kv_norm[70] = torch.tensor([50.0, 0.0]), 3e38
+    for p in sequence.pools if sequence else ():
+        dim = 70 if p["d"] == 512 else 5
+        p["kv"][:, dim :: p["d"]], p["norm"][dim] = 50, 3e38
+    key = kv_norm_rope(site.kv.bfloat16(), site.kv_norm, site.cos, site.sin, EPS, False)
+    assert key[0].isinf().nonzero().tolist() == [[70]] and not key.isnan().any()
+    _, window, cache = layer.run()
+    for keys, n in [(window, 127), *((keys, 127 // sequence.ratio) for keys in (cache.entries if cache else ()))]:
+        values, scales = (t[n] for t in keys)
+        if isinstance(keys, Keys):
+            assert scales.eq(255).nonzero().tolist() == [[1]] and (values[64:128] == 0x7F).all()
+            assert keys.unpack()[n].isnan().nonzero().flatten().tolist() == list(range(64, 128))
+        else:  # Hadamard's transform spreads it over the whole key
+            assert (scales == 255).all() and (values == 0).all()
+    assert window.unpack()[128].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
