@@ -9,11 +9,13 @@ ModelOpt and compressed-tensors exports, transformers' conversion_mapping; check
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +25,7 @@ import torch
 from .config import PRESETS, ModelConfig
 from .errors import CheckpointError
 from .formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight, from_reciprocal
-from .shards import FLOATS, PACKED, Entry, read_entry, read_header
+from .shards import FLOATS, PACKED, Entry, Stamp, read_entry, read_header, stamp_of
 
 # ------------------------------------------------------------------------------------------------------------- names
 # Native names are DeepSeek's own ("layers.3.attn.wq_a.weight"). This is the one table of other spellings: transformers'
@@ -291,6 +293,7 @@ class Checkpoint:
         self.block = _fp8_block(raw, self.config)
         path = folder / "generation_config.json"
         self.generation_config = read_json(path, "generation settings") if path.exists() else {}
+        self.stamps: dict[str, Stamp] = {}
         self._problems: list[str] = []
         self._modules: dict[str, dict[str, Entry]] = {}  # module -> last part of the key -> entry
         self._layouts: dict[str, Layout] = {}
@@ -347,6 +350,8 @@ class Checkpoint:
                 continue
             self._shards += 1
             try:
+                with contextlib.suppress(OSError):  # read_header says it
+                    self.stamps[name] = stamp_of(files[name])
                 entries = read_header(files[name])
             except CheckpointError as error:
                 if index is None:  # nothing else to audit
@@ -570,8 +575,20 @@ class Checkpoint:
 
     # ---- reading
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A plain tensor by its full native key ("layers.0.attn.attn_sink", "embed.weight"), in the dtype it is stored in."""
+    def entries(self, need: Need) -> Layout | Entry | None:
+        """Where a linear (its Layout) or a tensor lies; None where the audit found none."""
+        if need.linear:
+            return self._layouts.get(need.name)
+        module, _, suffix = need.name.rpartition(".")
+        return self._modules.get(module, {}).get(suffix)
+
+    def read(self, entry: Entry) -> torch.Tensor:
+        """An entry's tensor, read now."""
+        return read_entry(self.folder, entry, self.stamps.get(entry.shard))
+
+    def tensor(self, name: str, read: Callable[[Entry], torch.Tensor] | None = None) -> torch.Tensor:
+        """A plain tensor by its full native key ("layers.0.attn.attn_sink", "embed.weight"), in the dtype it is stored in. `read`
+        gives an entry's tensor where it was read before."""
         module, _, suffix = name.rpartition(".")
         entry = self._modules.get(module, {}).get(suffix)
         if entry is None:
@@ -579,30 +596,30 @@ class Checkpoint:
         layout = self._layouts.get(module)
         if entry.dtype not in (*FLOATS, "I64", "I32") or (layout is not None and layout.kind != "plain"):
             raise CheckpointError(f"{entry.shard}: {entry.key}: expected a plain tensor, found {entry.dtype}; read it as a weight")
-        value = read_entry(self.folder, entry)
+        value = (read or self.read)(entry)
         if suffix == "tid2eid" and value.numel() and not 0 <= int(value.min()) <= int(value.max()) < self.config.n_routed_experts:
             raise CheckpointError(f"{entry.shard}: {entry.key}: expected experts from 0 to {self.config.n_routed_experts - 1}, "
                                   f"found {int(value.min())} to {int(value.max())}")
         return value
 
-    def weight(self, name: str) -> Weight:
+    def weight(self, name: str, read: Callable[[Entry], torch.Tensor] | None = None) -> Weight:
         """A linear by its native module name ("layers.0.attn.wq_a", "layers.0.ffn.experts.3.w1", "head"; "embed" and
         "layers.0.ffn.gate" too), still packed. Raises CheckpointError for scales that cannot be (NaN, a zero global scale)."""
-        layout = self._layouts.get(name)
+        layout, read = self._layouts.get(name), read or self.read
         if layout is None:
-            return Weight.plain(self.tensor(f"{name}.weight"))
-        payload = read_entry(self.folder, layout.payload)
+            return Weight.plain(self.tensor(f"{name}.weight", read))
+        payload = read(layout.payload)
         if layout.kind == "plain":
             return Weight.plain(payload)
         if layout.payload.dtype == "F4":
             payload = payload.view(layout.shape[0], -1)
-        scale = read_entry(self.folder, layout.scale)
+        scale = read(layout.scale)
         if scale.dtype == torch.bfloat16:
             scale = scale.float()  # exact
         block = {"fp8": self.block, "nvfp4": (1, NVFP4_BLOCK), "mxfp4": (1, MXFP4_BLOCK)}[layout.kind]
         weight = Weight(layout.kind, layout.shape, payload, scale, block=block)
         if layout.global_scale is not None:
-            at, number = layout.global_scale, float(read_entry(self.folder, layout.global_scale).view(-1)[0])
+            at, number = layout.global_scale, float(read(layout.global_scale).view(-1)[0])
             if not 0.0 < number < math.inf:
                 raise CheckpointError(f"{at.shard}: {at.key}: expected a finite global scale above zero, found {number}; "
                                       "the checkpoint is damaged: fetch the shard again")

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from .cache import Cache, LayerCache
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
 from .config import ModelConfig
 from .errors import CheckpointError, UserError
 from .layers import Binder, Numerics
@@ -16,6 +16,7 @@ from .layers.attention import Attention
 from .layers.mhc import Head, HyperConnection, Streams
 from .layers.moe import MoE
 from .layers.step import Rope, Step
+from .loader import Part, load
 from .plan import DevicePlan, Plan
 
 
@@ -42,20 +43,28 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan, numerics: Numerics,
                  on_progress: Callable[[int, str, torch.device], None] | None = None):
-        """Loads layer by layer; `on_progress(bytes read, part, device)` is told after each part."""
+        """Loads layer by layer, all devices at the same time (loader.py). `on_progress(bytes read since the last call, part, device)` is
+        called in this thread, many times a part, also with 0 bytes, and ends the loading if it raises."""
         self.config, self.plan, self.numerics = checkpoint.config, plan, numerics
         self.on_layer: Callable[[int, Streams], None] | None = None
-        report = on_progress or (lambda *_: None)
         first, last = plan.device_of(plan.layers[0]), plan.device_of(plan.layers[-1])
-        self.embed = Binder(checkpoint, "", first, numerics).stored("embed.weight")
-        report(checkpoint.nbytes("embed"), "embed", first)
-        self.layers: dict[int, Block] = {}
-        for layer in plan.layers:
+        outside = needs_outside_layers(self.config)
+
+        def block(layer):
             device = plan.device_of(layer)
-            self.layers[layer] = Block(Binder(checkpoint, f"layers.{layer}.", device, numerics), self.config, layer)
-            report(checkpoint.layer_bytes(layer), f"layer {layer}", device)
-        self.head = Head(Binder(checkpoint, "", last, numerics), self.config)
-        report(checkpoint.nbytes("head"), "head", last)
+            return Part(f"layer {layer}", device, needs_of_layer(self.config, layer), checkpoint.layer_bytes(layer),
+                        lambda source: Block(Binder(source, f"layers.{layer}.", device, numerics), self.config, layer))
+
+        made = load(checkpoint, [
+            Part("embed", first, outside[:1], checkpoint.nbytes("embed"),
+                 lambda source: Binder(source, "", first, numerics).stored("embed.weight")),
+            *map(block, plan.layers),
+            Part("head", last, outside[1:], checkpoint.nbytes("head"),
+                 lambda source: Head(Binder(source, "", last, numerics), self.config)),
+        ], on_progress)
+        self.embed: torch.Tensor = made["embed"]
+        self.layers: dict[int, Block] = {layer: made[f"layer {layer}"] for layer in plan.layers}
+        self.head: Head = made["head"]
         self.rope = Rope(self.config)
 
     def new_cache(self, context: int | None = None) -> Cache:

@@ -6,9 +6,12 @@ without gap or overlap. Source: the safetensors format description (huggingface/
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
+import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +24,7 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, 
 TORCH_DTYPES = {"U8": torch.uint8, "I8": torch.uint8, "F4": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
           "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32, "I64": torch.int64}
 FLOATS, PACKED = ("BF16", "F16", "F32"), ("U8", "I8", "F4")
+_READ_AT_MOST = 1 << 30  # the system reads at most 2 GiB at a time
 _HEADER_LIMIT = 100_000_000  # the safetensors library's own limit
 
 
@@ -97,24 +101,140 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def read_entry(folder: Path, entry: Entry) -> torch.Tensor:
-    """The bytes of one entry in fresh memory (no memory map: resident is what the caller keeps), as a tensor of its dtype and
-    shape; F8_E8M0, I8 and F4 as uint8 (reinterpreted), F4 flat. Raises CheckpointError naming shard, tensor and offset."""
-    buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
-    view, done = memoryview(buffer.numpy()), 0
+class Stamp(NamedTuple):
+    """What tells that a shard is still the file whose header was read."""
+
+    size: int
+    modified: int
+
+
+def stamp_of(file: Path | int) -> Stamp:
+    """Of a path or an open file. Raises OSError."""
+    found = os.stat(file)
+    return Stamp(found.st_size, found.st_mtime_ns)
+
+
+class Run(NamedTuple):
+    """Entries that lie one behind the other in a shard and are read as one range; small gaps are read too."""
+
+    shard: str
+    begin: int
+    end: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def runs_of(entries: Iterable[Entry], gap: int = 0) -> list[Run]:
+    """The entries in the order in which they lie, those that are at most `gap` bytes apart together."""
+    runs: list[list[Entry]] = []
+    for entry in sorted(entries, key=lambda e: (e.shard, e.begin)):
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.shard == entry.shard and entry.begin - last.end <= gap:
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    return [Run(run[0].shard, run[0].begin, run[-1].end, tuple(run)) for run in runs]
+
+
+def read_range(folder: Path, run: Run, begin: int, view: memoryview, stamp: Stamp | None = None) -> None:
+    """Fills `view` with the bytes of the run's shard from `begin`. Raises CheckpointError naming shard, tensor and offset, also when the
+    shard is no longer the file of this stamp."""
+    done = 0
+
+    def entry():
+        return run.entries[max(0, bisect.bisect_right(run.entries, begin + done, key=lambda e: e.begin) - 1)]
+
     try:
-        with open(folder / entry.shard, "rb", buffering=0) as file:
-            file.seek(entry.begin)
-            while done < entry.nbytes:  # the system reads at most 2 GiB at a time
-                got = file.readinto(view[done:])
+        file = os.open(folder / run.shard, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            while done < len(view):
+                got = os.preadv(file, [view[done : done + _READ_AT_MOST]], begin + done)
                 if not got:
-                    raise CheckpointError(f"{entry.shard}: {entry.key}: expected {entry.nbytes} bytes at offset {entry.begin}, "
-                                          f"found {done}: the shard changed after its header was read")
+                    e = entry()
+                    raise CheckpointError(f"{run.shard}: {e.key}: expected {e.nbytes} bytes at offset {e.begin}, "
+                                          f"found {begin + done - e.begin}: the shard changed after its header was read")
                 done += got
+            if stamp is not None and stamp_of(file) != stamp:
+                raise CheckpointError(f"{run.shard}: {entry().key}: the shard changed after its header was read, seen after reading "
+                                      f"{len(view)} bytes at offset {begin}: load again once nothing writes to it")
+        finally:
+            os.close(file)
     except OSError as error:
-        raise CheckpointError(f"{entry.shard}: {entry.key}: reading at offset {entry.begin + done} failed: "
-                              f"{error.strerror or error}") from None
-    return buffer.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape if entry.dtype != "F4" else (-1,))
+        raise CheckpointError(f"{run.shard}: {entry().key}: reading at offset {begin + done} failed: {error.strerror or error}") from None
+
+
+def tensor_of(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """An entry's bytes (uint8, flat) as a tensor of its dtype and shape; F8_E8M0, I8 and F4 as uint8 (reinterpreted), F4 flat."""
+    return data.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape if entry.dtype != "F4" else (-1,))
+
+
+def read_entry(folder: Path, entry: Entry, stamp: Stamp | None = None) -> torch.Tensor:
+    """One entry in fresh memory (no memory map: resident is what the caller keeps), as `tensor_of` gives it. Raises CheckpointError
+    naming shard, tensor and offset."""
+    data = torch.empty(entry.nbytes, dtype=torch.uint8)
+    read_range(folder, Run(entry.shard, entry.begin, entry.end, (entry,)), entry.begin, memoryview(data.numpy()), stamp)
+    return tensor_of(data, entry)
+
+
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name not in ("I8", "F4", "F8_E8M0")} | {
+    torch.int8: "I8", torch.float8_e8m0fnu: "F8_E8M0"}
+
+
+class NewShard:
+    """A safetensors file whose tensors are known by dtype and shape and come in any order, from any thread: none is held. What does not
+    come is a hole, which reads as zeros and takes no room. In a with-block; the file gets its name when the block ends, or is removed.
+
+    Tensors lie as the safetensors library puts them: by the size of their dtype, the largest first, then by dtype and name.
+    """
+
+    _ORDER = ("I64", "F32", "I32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "I8", "U8")  # the library's, of what we write
+
+    def __init__(self, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]):
+        self.path, self._part = path, path.with_name(f".{path.name}.{os.getpid()}.part")
+        names = {key: _SAFETENSORS_NAMES[dtype] for key, (dtype, _) in tensors.items()}
+        header, at = {"__metadata__": {"format": "pt"}}, 0
+        for key in sorted(tensors, key=lambda k: (self._ORDER.index(names[k]), k)):
+            dtype, shape = tensors[key]
+            size = math.prod(shape) * dtype.itemsize
+            header[key] = {"dtype": names[key], "shape": list(shape), "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        self._text = text + b" " * (-len(text) % 8)
+        self._at = {key: (tensors[key], 8 + len(self._text) + header[key]["data_offsets"][0]) for key in tensors}
+        self.nbytes = at
+
+    def __enter__(self) -> NewShard:
+        self._file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            os.write(self._file, struct.pack("<Q", len(self._text)))
+            self._write(memoryview(self._text), 8)
+            os.ftruncate(self._file, 8 + len(self._text) + self.nbytes)
+        except BaseException:
+            self.__exit__(OSError)
+            raise
+        return self
+
+    def write(self, key: str, tensor: torch.Tensor) -> None:
+        """Raises ValueError unless it has the dtype and shape that were said, OSError where the disk does not take it."""
+        said, at = self._at[key]
+        if (tensor.dtype, tuple(tensor.shape)) != said:
+            raise ValueError(f"{key}: expected {said}, found {(tensor.dtype, tuple(tensor.shape))}")
+        self._write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()), at)
+
+    def _write(self, view, at):
+        while view:
+            done = os.pwrite(self._file, view[: 1 << 30], at)
+            view, at = view[done:], at + done
+
+    def __exit__(self, failed, *_) -> None:
+        os.close(self._file)
+        if failed:
+            self._part.unlink(missing_ok=True)
+        else:
+            os.replace(self._part, self.path)
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -1,7 +1,10 @@
-"""Small random checkpoints in every format that the reader knows, all from one set of weights. Owns the writing of checkpoint
-folders: `random_weights`, `encode` (quantise, per format), `write_checkpoint`. Tests and the training script use these three.
+"""Random checkpoints in every format that the reader knows. Owns the writing of checkpoint folders.
 
     python helpers/make_checkpoint.py --out DIR --format nvidia --preset tiny --seed 1 --shards 3 --mtp
+    python helpers/make_checkpoint.py --out DIR --format nvidia --preset flash --layers 2:4
+
+Small ones, all formats from one set of floats: `random_weights`, `encode` (quantise, per format), `write_checkpoint`; tests and the
+training script use these three. Those of Pro and Flash at true size, drawn as codes and streamed to the files: `write_true_size`.
 
 The layouts are those of the public exports (checkpoints.md sections 2, 4 and 5): names, dtypes, scale shapes and the
 quantization_config of each. A shard is written under a temporary name and renamed, the index last, so that an interrupted run
@@ -11,11 +14,13 @@ leaves no folder that looks whole.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 import sys
-import zlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +29,7 @@ import torch
 if __name__ == "__main__":  # a script's own folder is on the path, the project's is not
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.checkpoint import LAYER_ALIASES, TOP_ALIASES, Need, needs_of_layer, needs_outside_layers
+from dsv4.checkpoint import LAYER_ALIASES, TOP_ALIASES, Need, human_bytes, needs_of_layer, needs_outside_layers
 from dsv4.config import PRESETS, ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.formats import (
@@ -37,7 +42,8 @@ from dsv4.formats import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
-from dsv4.shards import write_shard
+from dsv4.shards import NewShard, write_shard
+from helpers.drawing import draw_linear, draw_tensor, generator_of
 
 
 @dataclass(frozen=True)
@@ -91,30 +97,9 @@ def all_needs(config: ModelConfig, mtp: bool = False) -> list[Need]:
 
 
 def random_weights(config: ModelConfig, seed: int = 0, mtp: bool = False) -> dict[str, torch.Tensor]:
-    """{native name: fp32 tensor} (tid2eid int64); linears by module name. Each tensor's draw depends on the seed and its name only.
-
-    Nothing is left at a neutral value that would hide a mistake: norms are 1 + 0.1 N(0,1), sinks, hc base and scale N(0, 0.5), the
-    router's bias N(0, 0.1), tid2eid distinct experts per token; matrices N(0, 1/in), so that activations keep their size."""
-    weights = {}
-    for need in all_needs(config, mtp):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {need.name}".encode()))
-        name, shape = need.name, need.shape
-        if name.endswith("tid2eid"):
-            order = torch.rand(shape[0], config.n_routed_experts, generator=generator).argsort(dim=1)
-            weights[name] = order[:, :shape[1]].contiguous()
-            continue
-        noise = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
-            weights[name] = 1.0 + 0.1 * noise
-        elif name.endswith("gate.bias"):
-            weights[name] = 0.1 * noise
-        elif len(shape) == 1:
-            weights[name] = 0.5 * noise
-        elif name.endswith("ape"):
-            weights[name] = 0.3 * noise
-        else:
-            weights[name] = noise if name == "embed.weight" else noise * shape[1] ** -0.5
-    return weights
+    """{native name: fp32 tensor} (tid2eid int64), drawn as drawing.py says; linears by module name, to be quantised by `encode`."""
+    return {need.name: draw_tensor(need.name, need.shape, config.n_routed_experts, torch.float32, generator_of(seed, need.name))
+            for need in all_needs(config, mtp)}
 
 
 # ------------------------------------------------------------------------------------------------------------- encode
@@ -129,10 +114,13 @@ def kind_of(fmt: Format, name: str) -> str:
     return fmt.attention if _QUANTIZED_ATTENTION.search(name) else "plain"
 
 
+def plain_dtype(fmt: Format, name: str) -> torch.dtype:
+    """The dtype of what is not quantised."""
+    return torch.int64 if name.endswith("tid2eid") else torch.float32 if _ALWAYS_F32.search(name) else fmt.plain
+
+
 def _plain(fmt, name, tensor):
-    if tensor.dtype == torch.int64:
-        return tensor
-    return tensor.to(torch.float32 if _ALWAYS_F32.search(name) else fmt.plain)
+    return tensor.to(plain_dtype(fmt, name))
 
 
 def _group(name):
@@ -199,6 +187,26 @@ def to_tensors(name: str, weight: Weight, fmt: Format) -> dict[str, torch.Tensor
                 f"{name}.input_global_scale": torch.ones(1)}
     return {f"{name}.weight": weight.payload, f"{name}.weight_scale": weight.scale,
             f"{name}.weight_scale_2": torch.tensor(weight.global_scale, dtype=torch.float32), f"{name}.input_scale": torch.tensor(1.0)}
+
+
+def draw(need: Need, config: ModelConfig, fmt: Format, generator: torch.Generator | None, device: torch.device | str = "cpu") -> Weight:
+    """A linear of random codes as `fmt` stores it (drawing.py)."""
+    return draw_linear(need.name, need.shape, kind_of(fmt, need.name), plain_dtype(fmt, need.name), generator, device,
+                       config.weight_block_size, fmt.fp8_scale[1] != "E8M0")
+
+
+def stored_as(need: Need, config: ModelConfig, fmt: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """{what follows the name in a key: (dtype, shape)} of a linear's or tensor's parts in a file."""
+    plain = plain_dtype(fmt, need.name)
+    if not need.linear:
+        return {"": (plain, need.shape)}
+    return _stored_as(need.shape, kind_of(fmt, need.name), plain, fmt, config.weight_block_size)
+
+
+@functools.cache
+def _stored_as(shape, kind, plain, fmt, block):
+    weight = draw_linear("", shape, kind, plain, None, "meta", block, fmt.fp8_scale[1] != "E8M0")
+    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in to_tensors("", weight, fmt).items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- names
@@ -292,9 +300,7 @@ def write_checkpoint(folder, config: ModelConfig, weights: dict[str, torch.Tenso
     a Format. Returns what `encode` made. Raises CheckpointError for a folder that holds shards, unless `overwrite` removes them."""
     folder, name = Path(folder), format if isinstance(format, str) else "custom"
     fmt = FORMATS[format] if isinstance(format, str) else format
-    old = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
-    if old and not overwrite:
-        raise CheckpointError(f"{folder}: expected a folder without shards, found {old[0].name}: give another folder, or --overwrite")
+    old = _old_shards(folder, overwrite)
     try:
         encoded = encode(config, weights, fmt, cast_mxfp4, share_w13)
     except ValueError as error:
@@ -318,6 +324,77 @@ def write_checkpoint(folder, config: ModelConfig, weights: dict[str, torch.Tenso
     return encoded
 
 
+# ---------------------------------------------------------------------------------------------------------- true size
+
+TRUE_SIZE_FORMATS = ("nvidia", "official", "compressed-tensors", "all-nvfp4")
+
+
+def shards_of(config: ModelConfig, mtp: bool = True) -> list[list[Need]]:
+    """The needs of each shard of a release: the embedding, every layer, what follows the layers, the MTP block: one shard each, which makes
+    the published 64 (Pro) and 46 (Flash)."""
+    outside = needs_outside_layers(config)
+    layers = [needs_of_layer(config, n) for n in range(config.num_hidden_layers)]
+    return [outside[:1], *layers, outside[1:], *([needs_of_mtp(config)] if mtp else [])]
+
+
+def listing(needs: list[Need], config: ModelConfig, fmt: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """{key: (dtype, shape)} of everything that a file of this format holds for `needs`."""
+    return {need.name + suffix: what for need in needs for suffix, what in stored_as(need, config, fmt).items()}
+
+
+def write_true_size(folder, config: ModelConfig, format: str, layers: range, seed: int = 0, overwrite: bool = False,
+                    threads: int | None = None) -> int:
+    """Writes a whole release: all names, shapes, dtypes and shards, with random codes in embedding, head and `layers`. All other tensors
+    are holes in their files: there for the audit, zeros if read, no room on the disk. Returns the bytes drawn.
+
+    Never holds more than a tensor for each of its threads. Raises CheckpointError for a folder that holds shards, unless `overwrite`.
+    """
+    folder, fmt, total, drawn, weight_map = Path(folder), FORMATS[format], 0, 0, {}
+    old = _old_shards(folder, overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in old:
+        path.unlink()
+    shards = shards_of(config)
+    wanted = {0, len(shards) - 2, *(1 + n for n in layers)}
+    pool = ThreadPoolExecutor(threads or os.cpu_count())
+    try:
+        for number, needs in enumerate(shards):
+            tensors, name = listing(needs, config, fmt), f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            with NewShard(folder / name, tensors) as shard:
+                for _ in pool.map(lambda need: _draw_into(shard, need, config, fmt, seed), needs if number in wanted else ()):  # noqa: B023
+                    pass
+            weight_map |= dict.fromkeys(tensors, name)
+            total += shard.nbytes
+            drawn += shard.nbytes if number in wanted else 0
+    finally:
+        pool.shutdown(cancel_futures=True)
+    _write_index(folder, total, weight_map)
+    _write_configs(folder, config, format, fmt, None)
+    return drawn
+
+
+def _draw_into(shard, need, config, fmt, seed):
+    generator = generator_of(seed, need.name)
+    if need.linear:
+        parts = to_tensors(need.name, draw(need, config, fmt, generator), fmt)
+    else:
+        parts = {need.name: draw_tensor(need.name, need.shape, config.n_routed_experts, plain_dtype(fmt, need.name), generator)}
+    for key, tensor in parts.items():
+        shard.write(key, tensor)
+
+
+def _old_shards(folder, overwrite):
+    old = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
+    if old and not overwrite:
+        raise CheckpointError(f"{folder}: expected a folder without shards, found {old[0].name}: give another folder, or --overwrite")
+    return old
+
+
+def _write_index(folder, total, weight_map):
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
 def _write(path, content):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -332,9 +409,7 @@ def _write_shards(folder, tensors, shards):
         write_shard(folder / shard, {key: tensors[key].contiguous() for key in keys}, {"format": "pt"})
         weight_map |= dict.fromkeys(keys, shard)
     if len(runs) > 1:
-        total = sum(value.numel() * value.element_size() for value in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        _write_index(folder, sum(value.numel() * value.element_size() for value in tensors.values()), weight_map)
 
 
 def _write_configs(folder, config, name, fmt, generation_config):
@@ -355,23 +430,43 @@ def _write_configs(folder, config, name, fmt, generation_config):
     _write(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
 
+def _layer_range(text):
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"expected A:B with A < B, the layers A to B - 1, found {text!r}")
+    return range(int(first), int(last))
+
+
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description="Write a small random DeepSeek-V4 checkpoint.")
+    parser = argparse.ArgumentParser(description="Write a random DeepSeek-V4 checkpoint: a small one, quantised from floats, or with "
+                                     "--preset pro or flash a release's names, shapes, dtypes and shards at true size, drawn as codes.")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
-    parser.add_argument("--format", required=True, choices=list(FORMATS))
+    parser.add_argument("--format", required=True, choices=list(FORMATS), help=f"pro and flash: {', '.join(TRUE_SIZE_FORMATS)}")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--config", type=Path, help="a config.json with the model's shape")
-    shape.add_argument("--preset", choices=["tiny"], default="tiny", help="the bundled checkpoint's shape")
+    shape.add_argument("--preset", choices=["tiny", "pro", "flash"], default="tiny", help="tiny is the bundled checkpoint's shape")
+    parser.add_argument("--layers", metavar="A:B", type=_layer_range, help="pro and flash: draw the layers A to B - 1 with embedding and "
+                        "head; the rest are holes, which take no room and read as zeros (default: all layers; MTP is always a hole)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--mtp", action="store_true", help="with the keys of an MTP block, which the reader skips")
-    parser.add_argument("--cast-mxfp4", action="store_true", help="NVFP4 experts from MXFP4 ones, without loss (format nvidia)")
+    parser.add_argument("--shards", type=int, help="of a small one (default: 2)")
+    parser.add_argument("--mtp", action="store_true", help="a small one with the keys of an MTP block, which the reader skips")
+    parser.add_argument("--cast-mxfp4", action="store_true", help="NVFP4 experts from MXFP4 ones, without loss (format nvidia, small)")
     parser.add_argument("--overwrite", action="store_true", help="replace the shards that the folder holds")
     args = parser.parse_args(argv)
-    if args.shards < 1:
+    true_size = args.preset in ("pro", "flash")
+    if true_size:
+        for flag, given in (("--shards", args.shards is not None), ("--mtp", args.mtp), ("--cast-mxfp4", args.cast_mxfp4)):
+            if given:
+                parser.error(f"{flag} does not go with --preset {args.preset}, which writes the release's own layout")
+        if args.format not in TRUE_SIZE_FORMATS:
+            parser.error(f"--format: expected one of {', '.join(TRUE_SIZE_FORMATS)} with --preset {args.preset}, found {args.format}")
+    elif args.layers is not None:
+        parser.error("--layers: expected --preset pro or flash with it")
+    if args.shards is not None and args.shards < 1:
         parser.error(f"--shards: expected 1 or more, found {args.shards}")
     if args.cast_mxfp4 and FORMATS[args.format].routed != "nvfp4":
         parser.error(f"--cast-mxfp4: expected --format nvidia or all-nvfp4, found {args.format}")
+    started = time.perf_counter()
     try:
         if args.config is None:
             config = PRESETS[args.preset]
@@ -381,16 +476,26 @@ def main(argv=None) -> int:
             except (OSError, ValueError) as error:
                 parser.error(f"--config {args.config}: expected a JSON file, found: {error}")
             config = ModelConfig.from_dict(raw, source=str(args.config))
-        weights = random_weights(config, args.seed, mtp=args.mtp)
-        write_checkpoint(args.out, config, weights, args.format, args.shards, args.cast_mxfp4, overwrite=args.overwrite)
+        if true_size:
+            layers = args.layers or range(config.num_hidden_layers)
+            if layers.stop > config.num_hidden_layers:
+                parser.error(f"--layers: expected at most 0:{config.num_hidden_layers}, found {layers.start}:{layers.stop}")
+            torch.set_num_threads(1)  # the writer has a thread a core
+            drawn = write_true_size(args.out, config, args.format, layers, args.seed, args.overwrite)
+        else:
+            weights = random_weights(config, args.seed, mtp=args.mtp)
+            write_checkpoint(args.out, config, weights, args.format, args.shards or 2, args.cast_mxfp4, overwrite=args.overwrite)
     except CheckpointError as error:
         print(f"make_checkpoint: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(f"make_checkpoint: --out {args.out} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
-    size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
-    print(f"{args.out}: {args.format}, {len(list(args.out.glob('*.safetensors')))} shards, {size / 1e6:.1f} MB")
+    files, seconds = list(args.out.glob("*.safetensors")), time.perf_counter() - started
+    size = sum(path.stat().st_size for path in files)
+    print(f"{args.out}: {args.format}, {len(files)} shards, {human_bytes(size)}" + (
+        f", {human_bytes(drawn)} of them drawn (layers {layers.start}:{layers.stop}), the rest holes; {seconds:.1f} s, "
+        f"{drawn / seconds / 1e9:.2f} GB/s" if true_size else ""))
     return 0
 
 

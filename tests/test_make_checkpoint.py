@@ -1,6 +1,9 @@
 """helpers/make_checkpoint.py: what it draws, what it writes, and its command line."""
 
+import errno
 import json
+import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,16 +11,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from dsv4 import shards
 from dsv4.checkpoint import Checkpoint
 from dsv4.config import PRESETS, ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.formats import Weight
+from dsv4.layers import Numerics
+from dsv4.model import Model
+from dsv4.plan import DevicePlan, Plan
+from dsv4.shards import NewShard
 from helpers import make_checkpoint
-from helpers.make_checkpoint import FORMATS, encode, random_weights, write_checkpoint
-from tests.checkpoints import MINI, layout_bytes, published_layout, raw_load
+from helpers.make_checkpoint import (
+    FORMATS,
+    TRUE_SIZE_FORMATS,
+    encode,
+    listing,
+    random_weights,
+    shards_of,
+    write_checkpoint,
+    write_true_size,
+)
+from helpers.synthetic import SyntheticCheckpoint
+from tests.checkpoints import BYTES, MINI, layout_bytes, published_layout, raw_load
 
 ROOT = Path(__file__).resolve().parent.parent
+SAFETENSORS = {torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0",
+               torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
 
 
 def stored(folder):
@@ -185,6 +206,143 @@ def test_the_command_line(tmp_path, capsys):
         with pytest.raises(SystemExit) as caught:
             make_checkpoint.main([*args, *extra])
         assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ true size
+
+
+@pytest.mark.parametrize("preset,count", [("pro", 64), ("flash", 46)])
+@pytest.mark.parametrize("name", ["official", "nvidia"])
+def test_a_release_s_listing_is_the_published_one(preset, count, name):
+    """Every key with its dtype and shape, MTP included; tests/test_checkpoint_size.py holds the sums of published_layout to the published
+    bytes and keys."""
+    config, parts = PRESETS[preset], shards_of(PRESETS[preset])
+    listings = [listing(needs, config, FORMATS[name]) for needs in parts]
+    got = {key: (SAFETENSORS[dtype], list(shape)) for part in listings for key, (dtype, shape) in part.items()}
+    assert len(parts) == count and got == published_layout(config, name == "nvidia") and sum(map(len, listings)) == len(got)
+    if name == "official":
+        size = sum(math.prod(shape) * dtype.itemsize for part in listings for dtype, shape in part.values())
+        assert (len(got), size) == {"pro": (145_116, 864_704_792_696), "flash": (69_187, 159_609_485_896)}[preset]
+
+
+@pytest.mark.parametrize("name", TRUE_SIZE_FORMATS)
+def test_a_release_of_true_layout_holds_what_was_drawn_and_holes(tmp_path, name):
+    drawn = write_true_size(tmp_path, MINI, name, range(1, 3), seed=5, threads=2)
+    checkpoint, made = Checkpoint.open(tmp_path), SyntheticCheckpoint(MINI, name, "cpu", seed=5)
+    assert checkpoint.audit().problems == [] == checkpoint.audit().unknown and len(list(tmp_path.glob("*.safetensors"))) == 4 + 3
+    assert checkpoint.config == MINI
+    for need_name, need in made.needs.items():
+        hole = need_name.startswith(("layers.0.", "layers.3."))
+        if not need.linear:
+            got, want = checkpoint.tensor(need_name), made.tensor(need_name)
+        elif hole and FORMATS[name].routed in ("nvfp4", "nvfp4-ct") and ".ffn.experts." in need_name:
+            with pytest.raises(CheckpointError, match="expected a finite global scale above zero, found 0.0"):
+                checkpoint.weight(need_name)  # a hole is no weight
+            continue
+        elif hole:
+            layout = checkpoint.entries(need)
+            got, want = checkpoint.read(layout.payload), made.weight(need_name).payload
+        else:
+            got, want = checkpoint.weight(need_name).dequantize(), made.weight(need_name).dequantize()
+            assert checkpoint.weight(need_name).nbytes == made.bytes_of(need)
+        assert got.dtype == want.dtype if not need.linear else got.shape == want.shape
+        assert not got.view(torch.uint8).any() if hole else torch.equal(got, want), need_name
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    sizes = {key: math.prod(shape) * BYTES[dtype] for key, (dtype, shape) in stored(tmp_path).items()}
+    assert index["metadata"]["total_size"] == sum(sizes.values()) and index["weight_map"].keys() == sizes.keys()
+    outside = ("embed", "head", "norm", "hc_head", "layers.1.", "layers.2.")
+    assert drawn == sum(size for key, size in sizes.items() if key.startswith(outside))
+
+
+def test_holes_take_no_room(tmp_path):
+    config = replace(MINI, vocab_size=16, hidden_size=256, moe_intermediate_size=1024)
+    write_true_size(tmp_path, config, "official", range(1, 2), threads=1)
+    sizes = [(path.stat().st_size, path.stat().st_blocks * 512) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert all(taken < size / 4 for size, taken in (sizes[1], sizes[3], sizes[4])) and sizes[2][1] >= sizes[2][0] > 1 << 20
+
+
+def test_a_model_of_a_written_release_keeps_its_streams_in_range(tmp_path):
+    config = replace(MINI, num_hidden_layers=12, compress_ratios=(0, 4, 128) * 4)
+    write_true_size(tmp_path, config, "nvidia", range(12), threads=1)
+    layers = tuple(range(12))
+    plan = Plan(layers, (DevicePlan(torch.device("cpu"), layers, 0, 0, 0, 0),), 32, 32, False)
+    model, sizes = Model(Checkpoint.open(tmp_path), plan, Numerics()), []
+    model.on_layer = lambda n, streams: sizes.append(float(streams.settled().square().mean().sqrt()))
+    logits = model.forward(list(range(32)), model.new_cache(), "all")
+    assert 0.1 < min(sizes) and max(sizes) < 10 and 0.2 < logits.std() < 5
+
+
+def test_a_new_shard_is_the_library_s_byte_for_byte(tmp_path):
+    """In the library's order of dtypes and names: what a release's exporter writes."""
+    tensors = {f"{name}.{i}": torch.arange(24).reshape(2, -1).to(torch.uint8).view(2, -1) for name in ("b", "a") for i in (1, 10, 2)}
+    for number, dtype in enumerate((torch.int64, torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+                                    torch.float8_e8m0fnu, torch.int8, torch.uint8)):
+        tensors |= {f"z{(number * 5) % 9}.{name}": torch.arange(48, dtype=torch.uint8).view(dtype).clone() for name in "ba"}
+    tensors["scalar"] = torch.tensor(1.5)
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    with NewShard(tmp_path / "ours", {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}) as shard:
+        with pytest.raises(ValueError, match="scalar: expected"):
+            shard.write("scalar", torch.zeros(1))
+        for key in sorted(tensors, reverse=True):
+            shard.write(key, tensors[key])
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.fixture
+def small_flash(monkeypatch):
+    monkeypatch.setitem(make_checkpoint.PRESETS, "flash", MINI)
+    monkeypatch.setattr(make_checkpoint.torch, "set_num_threads", lambda n: None)
+
+
+def test_the_command_line_of_a_release(tmp_path, capsys, small_flash):
+    args = ["--out", str(tmp_path / "out"), "--preset", "flash", "--format", "nvidia"]
+    assert make_checkpoint.main([*args, "--layers", "2:3"]) == 0
+    out = capsys.readouterr().out
+    assert "nvidia, 7 shards, " in out and "of them drawn (layers 2:3), the rest holes" in out and "GB/s" in out
+    assert make_checkpoint.main(args) == 3
+    assert "expected a folder without shards" in capsys.readouterr().err
+    assert make_checkpoint.main([*args, "--overwrite", "--seed", "1"]) == 0
+    assert "drawn (layers 0:4)" in capsys.readouterr().out
+    for extra, message in ((["--layers", "3:5"], "--layers: expected at most 0:4, found 3:5"),
+                           (["--layers", "3"], "expected A:B with A < B"),
+                           (["--shards", "3"], "--shards does not go with --preset flash"), (["--mtp"], "--mtp does not go with"),
+                           (["--cast-mxfp4"], "--cast-mxfp4 does not go with"),
+                           (["--format", "bf16"], "--format: expected one of nvidia, official, compressed-tensors, all-nvfp4 with"),
+                           (["--preset", "tiny", "--layers", "0:1"], "--layers: expected --preset pro or flash")):
+        with pytest.raises(SystemExit) as caught:
+            make_checkpoint.main([*args, *extra])
+        assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_folder_that_looks_whole(tmp_path, capsys, small_flash, monkeypatch):
+    pwrite, calls = os.pwrite, []
+
+    def full(file, view, at):
+        calls.append(at)
+        if len(calls) > 60:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(file, view[:100], at)  # a disk may take less than it was given
+
+    monkeypatch.setattr(shards.os, "pwrite", full)
+    assert make_checkpoint.main(["--out", str(tmp_path), "--preset", "flash", "--format", "nvidia"]) == 2
+    assert capsys.readouterr().err == f"make_checkpoint: --out {tmp_path} cannot be written: No space left on device\n"
+    assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob(".*"))
+
+
+def test_an_interrupted_release_leaves_no_folder_that_looks_whole(tmp_path, small_flash, monkeypatch):
+    """Ctrl-C in the second shard; what was not begun is not drawn."""
+    drawn, original = [], make_checkpoint._draw_into
+
+    def draw(shard, need, *rest):
+        drawn.append(need.name)
+        if need.name == "layers.0.attn.wq_a":
+            raise KeyboardInterrupt
+        original(shard, need, *rest)
+
+    monkeypatch.setattr(make_checkpoint, "_draw_into", draw)
+    with pytest.raises(KeyboardInterrupt):
+        write_true_size(tmp_path, MINI, "nvidia", range(4), threads=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["model-00001-of-00007.safetensors"] and not any("layers.1" in n for n in drawn)
 
 
 def test_the_script_runs_by_its_path(tmp_path):
