@@ -1,11 +1,11 @@
 """Brings the parts of a model (embedding, layers, head) from a checkpoint's files to their devices, and binds them there. Owns threads,
 buffers and their order; knows nothing of what a layer does with its weights.
 
-Reading threads take pieces of files, from all devices in turn; each device has a thread that binds its parts in order. While a part is
-bound (copied, repacked, expanded), the one after it is read, and no more: so at most two parts of a device are in flight. A CPU's bytes
-are read to where they stay. A GPU's go through two pinned buffers a reading thread, a piece each, and are copied on a stream of their
-own. The routed experts of a layer are read as the long ranges that they are on disk, whose tensors are views; anything else is read by
-itself, so that keeping a norm does not keep a layer.
+Reading threads take pieces of files, from all devices in turn. Each device has a thread that binds its parts in order (a single device has
+the calling thread). While a part is bound (copied, repacked, expanded), the one after it is read, and no more: at most two parts of a
+device are in flight. A CPU's bytes are read to where they stay. A GPU's go through two pinned buffers a reading thread, a piece each, and
+are copied on a stream of their own. The routed experts of a layer are read as the long ranges that they are on disk, and their tensors
+are views; anything else is read by itself, so that keeping a norm does not keep a layer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,8 +68,8 @@ class Source:
     """A part's tensors, read already; stands where a Checkpoint does for a Binder. Each is given away once, so that what is not kept is
     free again; asked for another time, it is read another time."""
 
-    def __init__(self, checkpoint: Checkpoint, stopped: Callable[[], bool]):
-        self.config, self._checkpoint, self._stopped = checkpoint.config, checkpoint, stopped
+    def __init__(self, checkpoint: Checkpoint, look_up: Callable[[], None]):
+        self.config, self._checkpoint, self._look_up = checkpoint.config, checkpoint, look_up
         self.places: dict[Entry, tuple[torch.Tensor, int]] = {}  # the run's bytes, and where in them the entry begins
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -78,8 +79,7 @@ class Source:
         return self._checkpoint.weight(name, self._take)
 
     def _take(self, entry):
-        if self._stopped():
-            raise _Stopped
+        self._look_up()
         place = self.places.pop(entry, None)
         if place is None:
             return self._checkpoint.read(entry)
@@ -174,23 +174,23 @@ class _Loading:
         self.lanes = [_Lane(d, [p for p in parts if p.device == d], torch.cuda.Stream(d) if d.type == "cuda" else None)
                       for d in dict.fromkeys(p.device for p in parts)]
         self.turn = 0
+        # One device is bound in the calling thread: what a thread allocates and frees, the C library keeps for that thread.
+        self.alone = len(self.lanes) == 1
+        self.last, self.delivered = (self.lanes[0].parts[0].name, self.lanes[0].device), time.monotonic()
 
     def run(self):
-        workers = [threading.Thread(target=self._bind_parts, args=(lane,), name=f"bind {lane.device}", daemon=True) for lane in self.lanes]
-        workers += [threading.Thread(target=self._read_pieces, name=f"read {n}", daemon=True) for n in range(self.threads)]
-        last = self.lanes[0].parts[0].name, self.lanes[0].device
+        workers = [threading.Thread(target=self._read_pieces, name=f"read {n}", daemon=True) for n in range(self.threads)]
+        if not self.alone:
+            workers += [threading.Thread(target=self._bind_parts, args=(lane,), name=f"bind {lane.device}", daemon=True)
+                        for lane in self.lanes]
         try:
             for worker in workers:
                 worker.start()
-            finished = False
-            while not finished:
-                with self.changed:
-                    if not self.events and not self._finished():
-                        self.changed.wait(TICK)
-                    events, self.events, finished = self.events, [], self._finished()
-                for event in events or [(0, *last)]:
-                    self.on_progress(*event)
-                    last = event[1:]
+            if self.alone:
+                self._bind_parts(self.lanes[0])
+            while not self._finished():
+                self._deliver(TICK)
+            self._deliver()
         finally:
             self._stop()
             for worker in workers:
@@ -203,6 +203,18 @@ class _Loading:
                 torch.cuda.empty_cache()
             raise self.error
         return self.made
+
+    def _deliver(self, wait=0.0):
+        """In the calling thread: tells `on_progress` what there is, after at most `wait` seconds, or, every TICK, that there is nothing."""
+        with self.changed:
+            if wait and not self.events and not self._finished():
+                self.changed.wait(wait)
+            events, self.events = self.events, []
+        if not events and time.monotonic() - self.delivered >= TICK:
+            events = [(0, *self.last)]
+        for event in events:
+            self.last, self.delivered = event[1:], time.monotonic()
+            self.on_progress(*event)
 
     def _finished(self):
         return self.error is not None or all(lane.bound == len(lane.parts) for lane in self.lanes)
@@ -229,6 +241,8 @@ class _Loading:
         with self._telling(lambda: lane.parts[min(lane.bound, len(lane.parts) - 1)]):
             with torch.cuda.device(lane.device) if lane.stream is not None else contextlib.nullcontext():
                 for number, part in enumerate(lane.parts):
+                    while len(lane.begun) < min(len(lane.parts), number + 2):
+                        self._begin(lane, lane.parts[len(lane.begun)])
                     reading = self._ready(lane, number)
                     if reading.copied is not None:
                         torch.cuda.current_stream(lane.device).wait_event(reading.copied)
@@ -241,15 +255,44 @@ class _Loading:
                 if lane.stream is not None:
                     torch.cuda.current_stream(lane.device).synchronize()  # an error in it belongs here
 
-    def _ready(self, lane, number):
+    def _begin(self, lane, part):
+        """Memory for a part's bytes, and the pieces in which they are to be read, in the order of the shards."""
+        if not self.threads:
+            lane.begun.append(_Reading(part, lane, self.checkpoint))
+            return
+        source = Source(self.checkpoint, self._look_up)
+        reading, pieces = _Reading(part, lane, source), []
+        for run, on_host in _runs(self.checkpoint, part.needs):
+            data = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu" if on_host else part.device)
+            source.places |= {entry: (data, entry.begin - run.begin) for entry in run.entries}
+            pieces += [_Piece(reading, run, run.begin + at, data[at : at + PIECE]) for at in range(0, run.nbytes, PIECE)]
+        if lane.stream is not None:  # the memory may have been another part's, whose last use is queued there
+            lane.stream.wait_event(torch.cuda.current_stream(lane.device).record_event())
+        reading.left, reading.total = len(pieces), sum(piece.target.numel() for piece in pieces)
         with self.changed:
-            if not self.threads:
-                lane.begun.append(_Reading(lane.parts[number], lane, self.checkpoint))
-            while not self.stopping and (len(lane.begun) <= number or lane.begun[number].left):
-                self.changed.wait()
-            if self.stopping:
-                raise _Stopped
-            return lane.begun[number]
+            lane.begun.append(reading)
+            lane.pieces.extend(pieces)
+            self.changed.notify_all()
+
+    def _ready(self, lane, number):
+        """The part's reading, once all of it is there."""
+        while True:
+            with self.changed:
+                if self.stopping:
+                    raise _Stopped
+                if not lane.begun[number].left:
+                    return lane.begun[number]
+                if not self.alone:
+                    self.changed.wait()
+            if self.alone:
+                self._deliver(TICK)
+
+    def _look_up(self):
+        """Between two tensors: ends the binding when the loading ends."""
+        if self.stopping:
+            raise _Stopped
+        if self.alone:
+            self._deliver()
 
     def _tell(self, reading, told):
         if told > reading.told:
@@ -276,12 +319,6 @@ class _Loading:
         with self.changed:
             while not self.stopping:
                 for lane in self.lanes[self.turn :] + self.lanes[: self.turn]:
-                    while not lane.pieces and len(lane.begun) < min(len(lane.parts), lane.bound + 2):
-                        part = lane.parts[len(lane.begun)]
-                        with self._telling(lambda part=part: part):
-                            lane.begun.append(self._begin(part, lane))
-                        if self.stopping:
-                            return None
                     if lane.pieces:
                         self.turn = (self.lanes.index(lane) + 1) % len(self.lanes)
                         return lane.pieces.popleft()
@@ -289,21 +326,6 @@ class _Loading:
                     return None
                 self.changed.wait()
         return None
-
-    def _begin(self, part, lane):
-        """Memory for a part's bytes, and the pieces in which they are read, in the order of the shards."""
-        source = Source(self.checkpoint, lambda: self.stopping)
-        reading, pieces = _Reading(part, lane, source), []
-        for run, on_host in _runs(self.checkpoint, part.needs):
-            data = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu" if on_host else part.device)
-            source.places |= {entry: (data, entry.begin - run.begin) for entry in run.entries}
-            pieces += [_Piece(reading, run, run.begin + at, data[at : at + PIECE]) for at in range(0, run.nbytes, PIECE)]
-        if lane.stream is not None:  # the memory may have been another part's, whose last use is queued there
-            lane.stream.wait_event(torch.cuda.default_stream(lane.device).record_event())
-        reading.left, reading.total = len(pieces), sum(piece.target.numel() for piece in pieces)
-        lane.pieces.extend(pieces)
-        self.changed.notify_all()
-        return reading
 
     def _read(self, piece):
         reading = piece.reading

@@ -1,0 +1,366 @@
+"""dsv4/loader.py: what it brings is what Checkpoint reads, in long ranges, a part ahead, on all devices at once; faults are named, and no
+thread outlives a loading."""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4 import loader, shards
+from dsv4.checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
+from dsv4.errors import CheckpointError, DoesNotFit
+from dsv4.formats import Weight
+from dsv4.layers import Numerics
+from dsv4.loader import Part, load
+from dsv4.model import Model
+from dsv4.plan import DevicePlan, Plan
+from helpers.make_checkpoint import FORMATS, random_weights, write_checkpoint, write_true_size
+from tests.checkpoints import MINI, edit
+
+CPU, CPU_0 = torch.device("cpu"), torch.device("cpu", 0)  # two devices to a loader, one to torch
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """MINI as a release lies on the disk: a shard a layer, in the library's order."""
+    folder = tmp_path_factory.mktemp("release") / "nvidia"
+    write_true_size(folder, MINI, "nvidia", range(4), seed=2, threads=1)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(pristine, tmp_path):
+    folder = tmp_path / "model"
+    os.system(f"cp -r {pristine} {folder}")
+    return Checkpoint.open(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_a_loading():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def everything(source, checkpoint, needs):
+    """{name: tensors} of all needs: payload, scale and the global scale of a linear."""
+    out = {}
+    for need in needs:
+        if need.linear:
+            weight = source.weight(need.name)
+            out[need.name] = (weight.payload, weight.scale, weight.global_scale, weight.divisor)
+        else:
+            out[need.name] = (source.tensor(need.name),)
+    return out
+
+
+def parts_of(checkpoint, devices=(CPU,), bind=everything):
+    """The layers, dealt to devices, and what lies outside them with the first."""
+    all_needs = [needs_outside_layers(checkpoint.config), *(needs_of_layer(checkpoint.config, n) for n in range(4))]
+    return [Part(f"part {i}", devices[i % len(devices)], needs, 1000 + i, lambda source, needs=needs: bind(source, checkpoint, needs))
+            for i, needs in enumerate(all_needs)]
+
+
+def same(a, b):
+    return a is b if a is None or b is None else a == b if not torch.is_tensor(a) else (
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+
+
+def assert_loaded(checkpoint, made, parts):
+    for part in parts:
+        want = everything(checkpoint, checkpoint, part.needs)
+        assert made[part.name].keys() == want.keys()
+        for name, values in want.items():
+            assert all(same(a, b) for a, b in zip(made[part.name][name], values, strict=True)), name
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_loaded_is_what_the_checkpoint_reads(format, staged, tmp_path, monkeypatch):
+    """Every format and spelling, fused experts too; through buffers of a piece as a GPU's bytes go, or straight to their place."""
+    write_checkpoint(tmp_path, MINI, random_weights(MINI, seed=4), format, shards=3)
+    checkpoint = Checkpoint.open(tmp_path)
+    monkeypatch.setattr(loader, "PIECE", 1000)
+    monkeypatch.setattr(loader, "_staged", lambda device: staged)
+    parts = parts_of(checkpoint)
+    assert_loaded(checkpoint, load(checkpoint, parts, threads=3), parts)
+
+
+def test_tensors_at_odd_offsets(tmp_path, monkeypatch):
+    """Files in order of names, with scalars between the experts' bytes, and one byte in front of a layer's first tensor."""
+    write_checkpoint(tmp_path, MINI, random_weights(MINI, seed=4), "nvidia")
+
+    def shift(tensors):
+        before = dict(tensors)
+        tensors.clear()
+        tensors["a.bias_vl"] = ("U8", [1], b"x")
+        for key in sorted(before):
+            tensors[key] = before[key]
+
+    edit(tmp_path, shift)
+    checkpoint = Checkpoint.open(tmp_path)
+    parts = parts_of(checkpoint)
+    assert_loaded(checkpoint, load(checkpoint, parts), parts)
+
+
+def test_a_loaded_model_gives_the_logits_of_one_that_was_read_tensor_by_tensor(checkpoint):
+    layers = tuple(range(4))
+    plan = Plan(layers, (DevicePlan(CPU, layers, 0, 0, 0, 0),), 16, 16, False)
+
+    class NoFiles:  # not a Checkpoint: bound as it is
+        config, tensor, weight = checkpoint.config, checkpoint.tensor, checkpoint.weight
+        nbytes, layer_bytes = checkpoint.nbytes, checkpoint.layer_bytes
+
+    logits = []
+    for source in (checkpoint, NoFiles()):
+        model = Model(source, plan, Numerics())
+        logits.append(model.forward(list(range(12)), model.new_cache(), "all"))
+    assert torch.equal(*logits) and logits[0].std() > 0.1
+    # Two devices, to the loader: its lanes bind at the same time, the pipeline is the same.
+    halves = (DevicePlan(CPU, layers[:2], 0, 0, 0, 0), DevicePlan(CPU_0, layers[2:], 0, 0, 0, 0))
+    model = Model(checkpoint, Plan(layers, halves, 16, 16, False), Numerics())
+    assert torch.equal(model.forward(list(range(12)), model.new_cache(), "all"), logits[0])
+
+
+# --------------------------------------------------------------------------------------------------- ranges, order, overlap
+
+
+def test_routed_experts_are_few_long_ranges_and_their_tensors_views(checkpoint, monkeypatch):
+    read, original = [], loader.read_range
+    monkeypatch.setattr(loader, "read_range", lambda folder, run, *rest: (read.append(run), original(folder, run, *rest)))
+    needs = needs_of_layer(MINI, 2)
+    made = load(checkpoint, [Part("layer 2", CPU, needs, 1, lambda source: everything(source, checkpoint, needs))])["layer 2"]
+    experts = [run for run in read if len(run.entries) > 1]
+    assert sorted(len(run.entries) for run in experts) == [12, 12, 12]  # global scales; scales; codes: 4 experts of 3 weights each
+    assert len(read) == 3 + sum(2 if checkpoint.entries(n) and n.linear and n.name.split(".")[-1] not in (
+        "wkv", "wgate", "weights_proj") or n.name.endswith("attn.wkv") else 1 for n in needs if n.kind != "routed experts")
+    payloads = [made[f"layers.2.ffn.experts.{e}.{w}"][0] for e in range(4) for w in ("w1", "w2", "w3")]
+    assert len({p.untyped_storage().data_ptr() for p in payloads}) == 1
+    # Nothing else keeps a layer's bytes: every other tensor has memory of its own size.
+    others = [t for name, values in made.items() if ".experts." not in name for t in values if torch.is_tensor(t)]
+    assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in others)
+
+
+def test_pieces_come_in_the_order_of_the_shards(checkpoint, monkeypatch):
+    places, original = [], loader.read_range
+
+    def read(folder, run, begin, *rest):
+        places.append((run.shard, begin))
+        original(folder, run, begin, *rest)
+
+    monkeypatch.setattr(loader, "read_range", read)
+    monkeypatch.setattr(loader, "PIECE", 500)
+    load(checkpoint, parts_of(checkpoint)[1:], threads=1)
+    assert len(places) > 100 and places == sorted(places)
+
+
+def test_the_next_part_is_read_while_one_is_bound_and_no_more(checkpoint, monkeypatch):
+    """While part n is bound, its own shard and the next one's are all that was read."""
+    opened, changed, original = set(), threading.Condition(), loader.read_range
+
+    def read(folder, run, *rest):
+        original(folder, run, *rest)
+        with changed:
+            opened.add(run.shard)
+            changed.notify_all()
+
+    monkeypatch.setattr(loader, "read_range", read)
+    order, seen = [], []
+
+    def bind(source, checkpoint, needs):
+        number = len(order)
+        order.append(number)
+        with changed:
+            assert changed.wait_for(lambda: len(opened) >= min(4, number + 2), timeout=20), "nothing is read while a part is bound"
+        time.sleep(0.05)  # time for too much
+        with changed:
+            seen.append(len(opened))
+
+    load(checkpoint, parts_of(checkpoint, bind=bind)[1:])
+    assert seen == [2, 3, 4, 4]
+
+
+def test_devices_load_at_the_same_time(checkpoint):
+    """Both devices' first parts must be in `bind` together, or the barrier breaks."""
+    barrier, where = threading.Barrier(2, timeout=20), {}
+
+    def bind(source, checkpoint, needs):
+        where.setdefault(threading.current_thread().name, []).append(needs[0].name)
+        if len(where[threading.current_thread().name]) == 1:
+            barrier.wait()
+        return everything(source, checkpoint, needs)
+
+    parts = parts_of(checkpoint, (CPU, CPU_0), bind)
+    assert_loaded(checkpoint, load(checkpoint, parts, threads=2), parts)
+    assert sorted(map(len, where.values())) == [2, 3]  # a thread a device, its parts in order
+    assert where["bind cpu:0"] == ["layers.0.attn_norm.weight", "layers.2.attn_norm.weight"]
+
+
+def test_what_is_taken_is_given_away_and_can_be_read_again(checkpoint):
+    def bind(source, checkpoint, needs):
+        first = source.tensor("layers.1.hc_attn_fn")
+        again = source.tensor("layers.1.hc_attn_fn")
+        assert torch.equal(first, again) and first.data_ptr() != again.data_ptr()
+        return isinstance(source.weight("layers.3.attn.wq_a"), Weight)  # no part of it: read now
+
+    assert load(checkpoint, [Part("x", CPU, needs_of_layer(MINI, 1), 1, lambda source: bind(source, checkpoint, None))]) == {"x": True}
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_counts_every_part_in_the_calling_thread(checkpoint, monkeypatch):
+    monkeypatch.setattr(loader, "PIECE", 2000)
+    told, threads = {}, set()
+
+    def on_progress(count, part, device):
+        assert count >= 0 and device in (CPU, CPU_0)
+        told.setdefault(part, []).append(count)
+        threads.add(threading.current_thread())
+
+    parts = parts_of(checkpoint, (CPU, CPU_0))
+    load(checkpoint, parts, on_progress)
+    assert {name: sum(counts) for name, counts in told.items()} == {part.name: part.nbytes for part in parts}
+    assert threads == {threading.main_thread()} and max(map(len, told.values())) > 5
+
+
+class Enough(Exception):
+    pass
+
+
+def test_what_the_callback_raises_ends_the_loading(checkpoint):
+    bound = []
+
+    def on_progress(count, part, device):
+        if bound:
+            raise Enough
+
+    def bind(source, checkpoint, needs):
+        bound.append(1)
+        time.sleep(0.05)
+        return everything(source, checkpoint, needs)  # given up at the next tensor
+
+    with pytest.raises(Enough):
+        load(checkpoint, parts_of(checkpoint, bind=bind), on_progress)
+    assert len(bound) < 5
+
+
+def test_a_disk_that_hangs_does_not_keep_ctrl_c_waiting(checkpoint, monkeypatch):
+    """The callback is called although nothing is read, and what the signal raises comes out; the read ends afterwards."""
+    hangs = threading.Event()
+    monkeypatch.setattr(loader, "read_range", lambda *_: hangs.wait(20))
+    calls = []
+
+    def on_progress(count, part, device):
+        calls.append(count)
+        if len(calls) == 3:
+            threading.Timer(0.2, hangs.set).start()
+            signal.raise_signal(signal.SIGINT)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        load(checkpoint, parts_of(checkpoint), on_progress)
+    assert time.monotonic() - start < 5 and calls == [0, 0, 0]
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+def refused(checkpoint, *pieces, error=CheckpointError):
+    with pytest.raises(error) as caught:
+        load(checkpoint, parts_of(checkpoint))
+    assert all(piece in str(caught.value) for piece in pieces) and "\n" not in str(caught.value), caught.value
+    return caught.value
+
+
+SHARD = "model-00004-of-00007.safetensors"  # layer 2
+
+
+def test_a_shard_that_was_written_to_since_its_header_was_read(checkpoint):
+    entry = checkpoint.entries(needs_of_layer(MINI, 2)[0])
+    assert entry.shard == SHARD
+    os.utime(checkpoint.folder / SHARD, ns=(1, 1))
+    refused(checkpoint, f"{SHARD}: layers.2.", "the shard changed after its header was read, seen after reading", "bytes at offset")
+
+
+def test_a_shard_that_changes_while_it_is_read(checkpoint, monkeypatch):
+    """The header was fine, so were the first bytes; the stamp is looked at behind every read."""
+    original = os.preadv
+
+    def preadv(file, buffers, at):
+        got = original(file, buffers, at)
+        if os.readlink(f"/proc/self/fd/{file}").endswith(SHARD) and at > 5000:
+            with open(checkpoint.folder / SHARD, "r+b") as writer:
+                writer.seek(-1, os.SEEK_END)
+                writer.write(b"\x55")
+        return got
+
+    monkeypatch.setattr(shards.os, "preadv", preadv)
+    refused(checkpoint, f"{SHARD}: layers.2.", "the shard changed after its header was read")
+
+
+def test_a_shard_that_is_cut_off_or_gone(checkpoint):
+    last = max((e for need in needs_of_layer(MINI, 2) for e in getattr(checkpoint.entries(need), "entries", [])), key=lambda e: e.end)
+    with open(checkpoint.folder / SHARD, "r+b") as file:
+        file.truncate(last.end - 10)
+    refused(checkpoint, f"{SHARD}: layers.2.", "the shard changed after its header was read")
+    checkpoint.stamps.clear()  # a file system that does not say
+    refused(checkpoint, f"{SHARD}: {last.key}: expected {last.nbytes} bytes at offset {last.begin}, found {last.nbytes - 10}: the shard ch")
+    (checkpoint.folder / SHARD).unlink()
+    refused(checkpoint, f"{SHARD}: layers.2.", "reading at offset", "failed: No such file or directory")
+
+
+def test_a_disk_that_fails(checkpoint, monkeypatch):
+    original, bad = os.preadv, checkpoint.entries(next(n for n in needs_of_layer(MINI, 2) if n.name.endswith("experts.3.w2"))).payload
+
+    def preadv(file, buffers, at):
+        if os.readlink(f"/proc/self/fd/{file}").endswith(SHARD) and at <= bad.begin < at + len(buffers[0]):
+            if at < bad.begin:  # what lies before it can be read
+                return original(file, [buffers[0][: bad.begin - at]], at)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(file, buffers, at)
+
+    monkeypatch.setattr(shards.os, "preadv", preadv)
+    refused(checkpoint, f"{SHARD}: {bad.key}: reading at offset {bad.begin} failed: Input/output error")
+
+
+def test_what_binding_raises_comes_out(checkpoint, tmp_path):
+    def bind(source, checkpoint, needs):
+        raise CheckpointError("layers.9: no good")
+
+    with pytest.raises(CheckpointError, match="^layers.9: no good$"):
+        load(checkpoint, parts_of(checkpoint, (CPU, CPU_0), bind))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), MemoryError(),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
+@pytest.mark.parametrize("where", ["bind", "buffers"])
+def test_memory_that_runs_out(checkpoint, monkeypatch, error, where):
+    def fail(*args, **kwargs):
+        raise error
+
+    parts = parts_of(checkpoint, bind=fail if where == "bind" else everything)
+    if where == "buffers":
+        monkeypatch.setattr(loader, "_runs", fail)
+    with pytest.raises(DoesNotFit) as caught:
+        load(checkpoint, parts)
+    text, start = str(caught.value), "cpu: out of memory while loading part 0: it needs 1.00 kB and room to pack it, "
+    assert text.startswith(start) and "are free: give more --devices" in text and caught.value.exit_code == 4
+
+
+def test_readers_are_a_core_each_up_to_eight(monkeypatch):
+    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
+    assert loader.reading_threads() == 3
+    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: set(range(96)), raising=False)
+    assert loader.reading_threads() == 8
+
+
+def test_the_release_s_layout_is_what_these_tests_say(pristine):
+    weight_map = json.loads((pristine / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {weight_map[k] for k in weight_map if k.startswith("layers.2.")} == {SHARD} and Path(pristine / SHARD).exists()
