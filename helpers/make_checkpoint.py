@@ -356,18 +356,16 @@ def write_true_size(folder, config: ModelConfig, format: str, layers: range, see
         path.unlink()
     shards = shards_of(config)
     wanted = {0, len(shards) - 2, *(1 + n for n in layers)}
-    pool = ThreadPoolExecutor(threads or os.cpu_count())
-    try:
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         for number, needs in enumerate(shards):
             tensors, name = listing(needs, config, fmt), f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
             with NewShard(folder / name, tensors) as shard:
+                # An exception, Ctrl-C too, ends the iteration, which gives up what was not begun.
                 for _ in pool.map(lambda need: _draw_into(shard, need, config, fmt, seed), needs if number in wanted else ()):  # noqa: B023
                     pass
             weight_map |= dict.fromkeys(tensors, name)
             total += shard.nbytes
             drawn += shard.nbytes if number in wanted else 0
-    finally:
-        pool.shutdown(cancel_futures=True)
     _write_index(folder, total, weight_map)
     _write_configs(folder, config, format, fmt, None)
     return drawn

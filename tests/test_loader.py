@@ -92,21 +92,25 @@ def test_what_is_loaded_is_what_the_checkpoint_reads(format, staged, tmp_path, m
     assert_loaded(checkpoint, load(checkpoint, parts, threads=3), parts)
 
 
-def test_tensors_at_odd_offsets(tmp_path, monkeypatch):
-    """Files in order of names, with scalars between the experts' bytes, and one byte in front of a layer's first tensor."""
-    write_checkpoint(tmp_path, MINI, random_weights(MINI, seed=4), "nvidia")
+@pytest.mark.parametrize("format", ["nvidia", "bf16"])
+def test_tensors_at_odd_offsets(format, tmp_path):
+    """Files in order of names, with scalars between the experts' bytes, and single bytes that move what follows them."""
+    write_checkpoint(tmp_path, MINI, random_weights(MINI, seed=4), format)
 
     def shift(tensors):
-        before = dict(tensors)
+        before = dict(tensors) | {f"layers.{n}.ffn.experts.{e}.w1.bias_vl": ("U8", [1], b"x") for n in range(4) for e in (0, 1, 3)}
         tensors.clear()
-        tensors["a.bias_vl"] = ("U8", [1], b"x")
         for key in sorted(before):
             tensors[key] = before[key]
 
     edit(tmp_path, shift)
     checkpoint = Checkpoint.open(tmp_path)
     parts = parts_of(checkpoint)
-    assert_loaded(checkpoint, load(checkpoint, parts), parts)
+    made = load(checkpoint, parts)
+    assert_loaded(checkpoint, made, parts)
+    tensors = [t for part in made.values() for values in part.values() for t in values if torch.is_tensor(t)]
+    assert all(t.storage_offset() * t.element_size() % 4 == 0 for t in tensors)  # packing looks at four bytes at once
+    assert any(t.storage_offset() for t in tensors)
 
 
 def test_a_loaded_model_gives_the_logits_of_one_that_was_read_tensor_by_tensor(checkpoint):
@@ -142,6 +146,9 @@ def test_routed_experts_are_few_long_ranges_and_their_tensors_views(checkpoint, 
         "wkv", "wgate", "weights_proj") or n.name.endswith("attn.wkv") else 1 for n in needs if n.kind != "routed experts")
     payloads = [made[f"layers.2.ffn.experts.{e}.{w}"][0] for e in range(4) for w in ("w1", "w2", "w3")]
     assert len({p.untyped_storage().data_ptr() for p in payloads}) == 1
+    # Global scales become numbers: they are read to the host, whatever the device.
+    on_host = [entry.key for run, host in loader._runs(checkpoint, needs) if host for entry in run.entries]
+    assert len(on_host) == 12 and all(key.endswith("weight_scale_2") for key in on_host)
     # Nothing else keeps a layer's bytes: every other tensor has memory of its own size.
     others = [t for name, values in made.items() if ".experts." not in name for t in values if torch.is_tensor(t)]
     assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in others)
@@ -202,6 +209,22 @@ def test_devices_load_at_the_same_time(checkpoint):
     assert where["bind cpu:0"] == ["layers.0.attn_norm.weight", "layers.2.attn_norm.weight"]
 
 
+def test_readers_serve_the_devices_in_turn(checkpoint, monkeypatch):
+    """One reading thread, two devices: neither waits until the other has all of its bytes."""
+    shards_read, go, original = [], threading.Event(), loader.read_range
+
+    def read(folder, run, *rest):
+        go.wait(20)
+        shards_read.append(run.shard)
+        original(folder, run, *rest)
+
+    monkeypatch.setattr(loader, "read_range", read)
+    threading.Timer(0.2, go.set).start()  # both have begun by then
+    load(checkpoint, parts_of(checkpoint, (CPU, CPU_0))[1:3], threads=1)
+    assert len(set(shards_read)) == 2 and len(set(shards_read[1:11:2])) == len(set(shards_read[2:12:2])) == 1
+    assert shards_read[1] != shards_read[2]
+
+
 def test_what_is_taken_is_given_away_and_can_be_read_again(checkpoint):
     def bind(source, checkpoint, needs):
         first = source.tensor("layers.1.hc_attn_fn")
@@ -230,25 +253,38 @@ def test_progress_counts_every_part_in_the_calling_thread(checkpoint, monkeypatc
     assert threads == {threading.main_thread()} and max(map(len, told.values())) > 5
 
 
+def test_a_checkpoint_that_is_no_files_is_told_when_it_is_bound():
+    class Made:
+        config = MINI
+
+    told, made = [], Made()
+    parts = [Part(name, CPU, [], 7, lambda source: source) for name in ("a", "b")]
+    assert load(made, parts, lambda *event: told.append(event)) == {"a": made, "b": made}
+    assert [event for event in told if event[0]] == [(7, "a", CPU), (7, "b", CPU)]
+
+
 class Enough(Exception):
     pass
 
 
-def test_what_the_callback_raises_ends_the_loading(checkpoint):
-    bound = []
+@pytest.mark.parametrize("devices", [(CPU,), (CPU, CPU_0)])
+def test_what_the_callback_raises_ends_the_loading(checkpoint, devices):
+    """Between two tensors: the part that is being bound is given up."""
+    begun, ended = [], []
 
     def on_progress(count, part, device):
-        if bound:
+        if begun:
             raise Enough
 
     def bind(source, checkpoint, needs):
-        bound.append(1)
-        time.sleep(0.05)
-        return everything(source, checkpoint, needs)  # given up at the next tensor
+        begun.append(1)
+        time.sleep(3 * loader.TICK)
+        everything(source, checkpoint, needs)
+        ended.append(1)
 
     with pytest.raises(Enough):
-        load(checkpoint, parts_of(checkpoint, bind=bind), on_progress)
-    assert len(bound) < 5
+        load(checkpoint, parts_of(checkpoint, devices, bind), on_progress)
+    assert len(begun) <= len(devices) and not ended
 
 
 def test_a_disk_that_hangs_does_not_keep_ctrl_c_waiting(checkpoint, monkeypatch):

@@ -22,6 +22,7 @@ def test_every_linear_is_what_the_format_says_and_has_variance_1_over_in(format)
         values = weight.dequantize()
         assert weight.problem() is None and tuple(values.shape) == need.shape
         assert values.std() * need.shape[1] ** 0.5 == pytest.approx(1, abs=0.45)  # a power of two as scale is up to 1.41 off
+        assert abs(values.mean()) < 0.03 * values.std() and len(values.unique()) > 15  # both signs alike, all codes
         assert weight.nbytes == checkpoint.bytes_of(need)
         assert torch.equal(values, checkpoint.weight(name).dequantize())  # a name's draw is its own
     assert checkpoint.tensor("layers.0.hc_attn_fn").dtype == torch.float32
