@@ -47,9 +47,9 @@ class Part:
 
 
 def reading_threads() -> int:
-    """How many threads read at once: one a core, up to MAX_READERS (docs/measurements.md)."""
+    """How many threads read at once: two a core, as they wait for memory and disks, up to MAX_READERS (docs/measurements.md)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_READERS, cores)
+    return min(MAX_READERS, 2 * cores)
 
 
 def load(checkpoint: object, parts: list[Part], on_progress: Progress | None = None, threads: int | None = None) -> dict[str, object]:

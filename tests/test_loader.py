@@ -390,9 +390,9 @@ def test_memory_that_runs_out(checkpoint, monkeypatch, error, where):
     assert text.startswith(start) and "are free: give more --devices" in text and caught.value.exit_code == 4
 
 
-def test_readers_are_a_core_each_up_to_eight(monkeypatch):
+def test_readers_are_two_a_core_up_to_eight(monkeypatch):
     monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
-    assert loader.reading_threads() == 3
+    assert loader.reading_threads() == 6
     monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: set(range(96)), raising=False)
     assert loader.reading_threads() == 8
 
