@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint, Need, Stored, needs_of_layer, needs_outside_
 from .config import ModelConfig
 from .errors import DoesNotFit
 from .kernels.packing import ROWS, packed_shape
+from .loader import MAX_READERS, PIECE
 from .machines import GIB, reserved
 from .ops.attention import TILE as ATTENTION_TILE
 from .ops.indexer import TILE as INDEX_TILE
@@ -212,9 +213,10 @@ class Planner:
             layers, last = wish.layers[start : start + count], i == len(rooms) - 1
             parts = [sizes.first] * (i == 0) + [sizes.layers[n] for n in layers] + [sizes.last] * last
             weights, peak = 0, 0
-            for part in parts:  # in the order in which they are loaded
+            for part, following in zip(parts, [*parts[1:], None], strict=True):  # as loader.py does: one is bound while the next is read
+                held = max(part.read, part.experts + part.made)  # of what is read only the experts' ranges stay to the part's end
+                peak = max(peak, weights + held + part.loading + (following.read if following else 0))
                 weights += part.kept
-                peak = max(peak, weights + part.loading)
             step = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
             graphs = sum(trial[n] for n in layers) + self._step(room.device, wish, 1, form) if self.packs else 0
             out.append(DevicePlan(room.device, tuple(layers), weights, sum(caches[n] for n in layers), step, room.free, graphs,
@@ -246,11 +248,11 @@ class Planner:
         return out
 
     def _host(self, shares, wish, keep):
-        """Beside the GPUs: the process, the one weight that is being read (and its fp32 copy), and the rows of logits that are kept."""
+        """Beside the GPUs: the process, the readers' pinned buffers, a weight's fp32 copy, and the rows of logits that are kept."""
         if shares[0].device.type == "cpu":
             return shares[0].needed
         sizes = self._sizes_of("fp32" if keep else "packed" if self.packs else "stored")
-        return HOST + sizes.largest_stored + 4 * sizes.largest_matrix * keep + 4 * wish.dump_rows * self.checkpoint.config.vocab_size
+        return HOST + 2 * PIECE * MAX_READERS + 4 * sizes.largest_matrix * keep + 4 * wish.dump_rows * self.checkpoint.config.vocab_size
 
 
 HOST = 2 << 30  # Python, torch and CUDA's host side, and the tables of 285,660 headers (Pro); not measured with a GPU yet
@@ -301,39 +303,52 @@ def split(sizes: list[int], first: int, last: int, room: list[int]) -> tuple[int
 
 
 class Part(NamedTuple):
-    """Bytes of a layer or an end of the model on its device: what stays, and what is held besides while it is loaded."""
+    """Bytes of a layer or an end of the model on its device: what stays; what is read of its files, and of that the routed experts; what is
+    made of it and stays; and what is held besides at the peak of that."""
 
     kept: int
+    read: int
+    experts: int
+    made: int
     loading: int
 
 
 class Sizes(NamedTuple):
     """Of a checkpoint whose weights take one form: the embedding, the layers, the head with what is before it; the most elements that a
-    matrix and the most stored bytes that a tensor has."""
+    matrix has."""
 
     first: Part
     layers: dict[int, Part]
     last: Part
     largest_matrix: int
-    largest_stored: int
 
 
 def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.device) -> Sizes:
     """`form` of linears: "fp32" (dequantised copies), "stored" (as on disk) or "packed" (as the kernels stream them)."""
-    config, largest = checkpoint.config, [0, 0]
+    config, matrices = checkpoint.config, [0]
 
     def part(needs: list[Need]) -> Part:
         described = [(need, checkpoint.stored(need)) for need in needs]
-        for need, stored in described:
-            largest[0] = max(largest[0], math.prod(need.shape) if need.linear else 0)
-            largest[1] = max(largest[1], stored.nbytes)
-        return Part(sum(kept_bytes(need, stored, form) for need, stored in described), loading_bytes(described, form, device))
+        matrices.extend(math.prod(need.shape) for need in needs if need.linear)
+        kept = {need.name: kept_bytes(need, stored, form) for need, stored in described}
+        stays = sum(kept[need.name] for need, stored in described if _stays(need, stored, form))
+        experts = sum(stored.nbytes for need, stored in described if ".ffn.experts." in need.name)
+        return Part(sum(kept.values()), sum(stored.nbytes for _, stored in described), experts, sum(kept.values()) - stays,
+                    loading_bytes(described, form, device))
 
     embed, *head = needs_outside_layers(config)
     in_layers = {n: part(needs_of_layer(config, n)) for n in layers}
     if form == "packed":  # the experts' factors
-        in_layers = {n: p._replace(kept=p.kept + 12 * (config.n_routed_experts + 1)) for n, p in in_layers.items()}
-    return Sizes(part([embed]), in_layers, part(head), *largest)
+        more = 12 * (config.n_routed_experts + 1)
+        in_layers = {n: p._replace(kept=p.kept + more, made=p.made + more) for n, p in in_layers.items()}
+    return Sizes(part([embed]), in_layers, part(head), max(matrices))
+
+
+def _stays(need: Need, stored: Stored, form: str) -> bool:
+    """Whether what is read is what is kept, and not something made of it."""
+    if need.linear:
+        return form == "stored" or (form == "fp32" and stored.dtype == "F32")
+    return stored.dtype in ("F32", "I64") or need.name == "embed.weight"
 
 
 def kept_bytes(need: Need, stored: Stored, form: str) -> int:
@@ -356,31 +371,19 @@ def kept_bytes(need: Need, stored: Stored, form: str) -> int:
 
 
 def loading_bytes(described: list[tuple[Need, Stored]], form: str, device: torch.device) -> int:
-    """What loading these holds besides what stays. To be packed, the weights of a launch are on the device together as they are stored (all
-    experts of a layer, in particular), and packing.py takes about four times the codes of a chunk."""
+    """What binding these holds for a while: what isfinite makes of a small tensor, a weight that is looked through for NaN and therefore
+    dequantised, and about four times the codes of the chunk that packing.py packs."""
     chunk = 1 << 20 if device.type == "cpu" else 1 << 26
-    launches: dict[str, int] = {}
     most = largest = 0
     for need, stored in described:
         count = math.prod(need.shape)
-        if not need.linear:  # as stored, and what isfinite makes; the embedding and the table are not looked through
-            most = max(most, 0 if need.name.endswith(("embed.weight", "tid2eid")) else stored.nbytes + 6 * count)
-        elif form == "packed":
-            launch = _launch(need.name)
-            launches[launch] = launches.get(launch, 0) + stored.nbytes
+        if not need.linear:  # the embedding and the table are not looked through
+            most = max(most, 0 if need.name.endswith(("embed.weight", "tid2eid")) else 6 * count)
+        else:
             largest = max(largest, stored.nbytes)
-        elif device.type == "cpu":
-            most = max(most, stored.nbytes if form == "fp32" else 0)
-        if need.linear and ("compressor" in need.name or "indexer" in need.name):
-            most = max(most, (10 if device.type == "cpu" else 12) * count)  # looked through for NaN, dequantised, on a CPU in chunks
-    return max(most, max(launches.values(), default=0) + 4 * min(chunk, largest))
-
-
-def _launch(name):
-    """Which weights are packed together (layers/attention.py, layers/moe.py)."""
-    if ".ffn." in name:
-        return "experts"
-    return name if name.endswith(("wo_a", "wo_b")) else "latent" if name.endswith("wq_b") else "input"
+            if "compressor" in need.name or "indexer" in need.name:
+                most = max(most, 12 * count)
+    return max(most, 4 * min(chunk, largest) if form == "packed" else 0)
 
 
 def definition_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: int, matrix_bytes: int) -> int:

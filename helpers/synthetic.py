@@ -15,7 +15,7 @@ from dsv4.config import ModelConfig
 from dsv4.formats import Weight
 
 from .drawing import draw_tensor, generator_of
-from .make_checkpoint import FORMATS, draw, plain_dtype, stored_as
+from .make_checkpoint import FORMATS, draw, kind_of, plain_dtype, stored_as
 
 
 class SyntheticCheckpoint:
@@ -48,7 +48,7 @@ class SyntheticCheckpoint:
 
     def stored(self, need: Need) -> Stored:
         """As Checkpoint.stored."""
-        kind = self._kind(need.name).removesuffix("-ct") if need.linear else "plain"
+        kind = kind_of(self.format, need.name).removesuffix("-ct") if need.linear else "plain"
         size = self.bytes_of(need)
         plain = {2: "BF16", 4: "F32", 8: "I64"}[size // math.prod(need.shape)] if kind == "plain" else "F8_E4M3" if kind == "fp8" else "U8"
         return Stored(kind, plain, size)
