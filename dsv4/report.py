@@ -77,11 +77,11 @@ class PlanReport:
                f"run        {plan.context} tokens of context, prompts in chunks of {plan.chunk}, "
                f"{str(planner.wish.dtype).removeprefix('torch.')}, backend {'cuda' if planner.packs else 'torch'}, weights {form}",
                self._machine_line(), "",
-               f"{'device':<9}{'layers':<16}" + "".join(f"{name:>9}" for name in (
+               f"{'device':<9}{'layers':<16}" + "".join(f"{name:>10}" for name in (
                    "weights", "caches", "scratch", "graphs", "loading", "needed", "reserve", "free")) + f"  {unit}"]
 
         def row(name, layers, *sizes):
-            return f"{name:<9}{layers:<16}" + "".join(" " * 9 if x is None else f"{x / scale:>9.2f}" for x in sizes)
+            return f"{name:<9}{layers:<16}" + "".join(" " * 10 if x is None else f"{x / scale:>10.2f}" for x in sizes)
 
         for i, d in enumerate(plan.devices):
             layers = f"{d.layers[0]}-{d.layers[-1]}" if len(d.layers) > 1 else f"{d.layers[0]}"
