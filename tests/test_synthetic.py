@@ -34,7 +34,7 @@ def test_every_linear_is_what_the_format_says_and_has_variance_1_over_in(format)
 
 
 def test_bytes_are_those_of_the_published_layers():
-    """speed.md's 3.3: a Pro CSA layer's experts, NVFP4: 14.27 GB; its attention in FP8."""
+    """A Pro CSA layer's experts, NVFP4: 14.27 GB; its attention in FP8."""
     checkpoint = SyntheticCheckpoint(PRESETS["pro"], "nvidia", "meta")
     assert checkpoint.nbytes("layers.2.ffn.experts.") == pytest.approx(14.27e9, rel=1e-3)
     assert checkpoint.nbytes("layers.2.attn.wo_b") == 16384 * 7168 * (1 + 1 / 16384)
