@@ -6,10 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 
@@ -537,39 +534,17 @@ def test_known_memory_is_below_what_the_name_says():
 
 
 # --------------------------------------------------------------------------------------------------------- measured
-MEASURE = """
-import gc, sys, torch
-from dsv4 import runtime
-from dsv4.checkpoint import Checkpoint
-from dsv4.layers import Numerics
-from dsv4.model import Model
-from dsv4.plan import make_plan
-runtime.prepare_torch(1)
-checkpoint = Checkpoint.open(sys.argv[1])
-
-def run(context, chunk):
-    plan = make_plan(checkpoint, [torch.device("cpu")], layers=range(6), context=context, chunk=chunk, dtype=torch.float32,
-                     free_bytes=runtime.free_bytes)
-    model = Model(checkpoint, plan, Numerics(keep_dequantised=plan.keep_dequantised))
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_scratch_of_the_definitions_covers_the_last_chunk_of_a_full_context(keep):
+    """512 tokens at the end of 32,768: index scores and top-k are the largest part, 572 MiB of tensors in all against a plan of 641 (it
+    once said 258). What the process takes besides depends on malloc and its threads: 694 to 730 MiB in nine runs, of 727 planned."""
+    ops.select_backend("torch")
+    checkpoint, context, chunk = Checkpoint.open("checkpoints/tiny"), 32768, 512
+    made = make_plan(checkpoint, [CPU], layers=range(6), context=context, chunk=chunk, dtype=torch.float32, free_bytes=lambda d: 10**12,
+                     expand=keep)
+    model = Model(checkpoint, made, Numerics(keep_dequantised=keep))
     cache = model.new_cache()
-    cache.position = context - chunk  # the last chunk of a full context; what the entries hold does not matter for memory
-    model.forward([5] * chunk, cache)
-    return plan.devices[0].needed
-
-run(1024, 8)  # what the libraries load and keep the first time is no part of a plan, and differs from CPU to CPU
-gc.collect()
-before = runtime._field("/proc/self/status", "VmRSS:") * 1024
-print(run(32768, 512), runtime.peak_bytes([])["host"] - before)
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of one process is read from /proc, which is Linux's")
-def test_the_plan_covers_what_a_full_context_takes():
-    """A chunk at the end of 32,768 tokens: index scores and top-k are the largest part, 718 MiB in all when a plan said 258. 687 MiB were
-    measured against a plan of 737."""
-    folder = os.path.join(os.path.dirname(__file__), "..", "checkpoints", "tiny")
-    done = subprocess.run([sys.executable, "-c", MEASURE, folder], capture_output=True, text=True, timeout=120, check=True,
-                          cwd=os.path.join(folder, "..", ".."))
-    planned, measured = map(int, done.stdout.split())
-    assert measured <= planned, f"planned {planned >> 20} MiB, measured {measured >> 20} MiB"
-    assert planned <= 1.5 * measured, f"planned {planned >> 20} MiB, measured {measured >> 20} MiB"
+    cache.position = context - chunk  # what the entries hold does not matter for memory
+    with torch.inference_mode(), Peak() as seen:
+        model.forward([5] * chunk, cache)
+    assert seen.peak <= made.devices[0].scratch <= 1.3 * seen.peak, (seen.peak, made.devices[0].scratch)
