@@ -87,7 +87,8 @@ def exact(case):
         total = p.sum(-1, keepdim=True) + torch.exp(sink[:, None] - top)
         out.append(p @ keys / total)
         of_score = (q[s].square() @ keys.T.square()) / D  # variance
-        noise.append((p.square() * (1 + of_score) @ keys.square()).sqrt() / total)
+        deviations = 4 if len(keys) < 8 else 1
+        noise.append(deviations * (p.square() * (1 + of_score) @ keys.square()).sqrt() / total)
     return turn(torch.stack(out), cos, -sin), torch.stack(noise)
 
 
@@ -99,7 +100,9 @@ def definition(case):
 
 
 def assert_as_good(got, case):
-    """A row of few keys has few roundings to bf16, which the definition may escape by luck: 2^-10 of what they do is allowed on top."""
+    """A row of few keys has few roundings to bf16, which the definition may escape by luck: 2^-10 of what they do is allowed on top, the
+    standard deviation of a rounding error. Of many keys the errors add up to that; of one, the error is a single draw (of the score against
+    the sink), which is larger in a third of all runs: four deviations are allowed below 8 keys, one run in 16,000 has more."""
     want, noise = exact(case)
     compare.assert_as_good(got, definition(case), want, roundings=2**14, scale=noise)
 
