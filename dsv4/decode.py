@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -12,6 +11,7 @@ import torch
 from . import ops
 from .cache import Cache
 from .errors import CheckpointError
+from .kernels import launch
 from .model import Model
 from .plan import DevicePlan
 from .sampler import Sampler
@@ -159,5 +159,5 @@ def compare_with_prefill(model: Model, ids: list[int], rows: torch.Tensor, first
 
 def decoder(model: Model, cache: Cache, sampler: Sampler) -> Decoder:
     """Graphs where the kernels run, unless DSV4_SYNC=1 asks for one launch at a time; the definitions step by step."""
-    graphs = ops.max_tokens() is not None and os.environ.get("DSV4_SYNC") != "1"
+    graphs = ops.max_tokens() is not None and not launch.SYNC
     return (GraphDecoder if graphs else Decoder)(model, cache, sampler)

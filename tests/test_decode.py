@@ -105,7 +105,7 @@ def test_which_decoder(model, monkeypatch):
     assert kind() is Decoder
     monkeypatch.setattr(ops, "max_tokens", lambda: kernels.MAX_TOKENS)
     assert kind() is GraphDecoder
-    monkeypatch.setenv("DSV4_SYNC", "1")
+    monkeypatch.setattr(decode.launch, "SYNC", True)
     assert kind() is Decoder
 
 

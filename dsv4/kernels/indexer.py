@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from . import MAX_TOKENS
 from .keys import INDEX_BYTES, INDEX_DIM, INDEX_SCALES, ROPE_DIM, IndexKeys
 from .launch import IN, OUT, WORK, Kernel, expect
 
 HEADS = 64  # index_n_heads of every published checkpoint
-_MAX_TOKENS, _MAX_ENTRIES, _MAX_TOP_K = 8, 1 << 18, 1024
+_MAX_ENTRIES, _MAX_TOP_K = 1 << 18, 1024
 
 _index_scores = Kernel("index_scores", {"q": IN, "cos": IN, "sin": IN, "head_weights": IN, "values": IN, "scales": IN, "positions": IN,
                                         "scores": WORK, "tokens": int, "capacity": int, "top_k": int})
@@ -25,11 +26,11 @@ def index_scores(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_wei
     shapes or dtypes, and without `quantize`: the packed keys are FP4.
     """
     S, T = len(q), len(keys.values)
-    expect(1 <= S <= _MAX_TOKENS and q.shape == (S, HEADS * INDEX_DIM) and cos.shape == sin.shape == (S, ROPE_DIM // 2)
+    expect(1 <= S <= MAX_TOKENS and q.shape == (S, HEADS * INDEX_DIM) and cos.shape == sin.shape == (S, ROPE_DIM // 2)
            and head_weights.shape == (S, HEADS) and positions.shape == (S,)
            and q.dtype == cos.dtype == sin.dtype == head_weights.dtype == torch.float32 and positions.dtype == torch.int64, "index_scores",
            f"q [S, {HEADS} * {INDEX_DIM}], cos and sin [S, {ROPE_DIM // 2}] and head_weights [S, {HEADS}] in fp32 and positions [S] in "
-           f"int64, S 1 to {_MAX_TOKENS}", q=q, cos=cos, sin=sin, head_weights=head_weights, positions=positions)
+           f"int64, S 1 to {MAX_TOKENS}", q=q, cos=cos, sin=sin, head_weights=head_weights, positions=positions)
     expect(keys.values.shape == (T, INDEX_BYTES) and keys.scales.shape == (T, INDEX_SCALES)
            and keys.values.dtype == keys.scales.dtype == torch.uint8, "index_scores",
            f"values [T, {INDEX_BYTES}] and scales [T, {INDEX_SCALES}] in uint8", **keys._asdict())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from . import MAX_TOKENS
 from .launch import DTYPES, IN, OUT, WEIGHT, Kernel, expect
 
-_MAX_TOKENS, _MAX_TOP_K, _MAX_EXPERTS = 8, 8, 384
+_MAX_TOP_K, _MAX_EXPERTS = 8, 384
 
 _router = Kernel("router", {"x": IN, "gate": WEIGHT, "bias": WEIGHT, "table": WEIGHT, "ids": IN, "scores": OUT, "chosen": OUT,
                             "weights": OUT, "tokens": int, "experts": int, "columns": int, "top_k": int, "vocab": int,
@@ -32,7 +33,7 @@ def router(x: torch.Tensor, gate: torch.Tensor, top_k: int, route_scale: float, 
     learned = bias is not None and table is None and bias.shape == (E,) and bias.dtype == torch.float32
     hashed = (bias is None and table is not None and ids is not None and table.shape[1:] == (top_k,) and table.shape[0] > 0
               and ids.shape == (S,) and table.dtype == ids.dtype == torch.int64)
-    expect(1 <= S <= _MAX_TOKENS and gate.shape == (E, D) and D % 8 == 0 and 1 <= top_k <= min(_MAX_TOP_K, E) and E <= _MAX_EXPERTS
+    expect(1 <= S <= MAX_TOKENS and gate.shape == (E, D) and D % 8 == 0 and 1 <= top_k <= min(_MAX_TOP_K, E) and E <= _MAX_EXPERTS
            and x.dtype == torch.bfloat16 and gate.dtype in DTYPES and (learned or hashed), "router",
            f"x [S, D] in bf16, gate [E, D] in fp32 or bf16, and bias [E] in fp32 or table [vocab, {top_k}] and ids [S] in int64, S and "
            f"top_k up to 8, top_k up to E, E up to {_MAX_EXPERTS}, D a multiple of 8", **given)
