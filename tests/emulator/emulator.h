@@ -471,6 +471,7 @@ __forceinline__ uint4 load_stream(const void* p) {
 
 __forceinline__ void grid_dependency_wait() { emu::grid_wait(); }
 __forceinline__ void grid_dependency_launch() {}
+template <class T> __forceinline__ void worked_out(T*&) {}
 
 __forceinline__ unsigned cluster_rank() { return emu::cluster_rank(); }
 __forceinline__ unsigned cluster_size() { return emu::cluster_size(); }

@@ -234,6 +234,12 @@ PTX_FN void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" 
 // kernel may start, up to its own wait, when every block has called this or ended.
 PTX_FN void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 PTX_FN void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// The address p of global memory is worked out here: the compiler would do so where it is first used, behind the wait.
+template <class T> PTX_FN void worked_out(T*& p) {
+    size_t address = __cvta_generic_to_global(p);
+    asm volatile("" : "+l"(address));
+    p = static_cast<T*>(__cvta_global_to_generic(address));
+}
 
 // ---- Clusters (LAUNCH_CLUSTER): blocks of one cluster see each other's shared memory.
 PTX_FN unsigned cluster_rank() { unsigned r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
