@@ -8,6 +8,7 @@ from .launch import DTYPES, IN, OUT, WEIGHT, Kernel, expect
 
 STREAMS = 4  # hc_mult of every published checkpoint
 _MAX_TOKENS = 65535  # mhc_post: a token is a block row of the grid
+_MAX_PARTS = 4  # partial sums of a block's output
 _STEP_TOKENS, _MAX_COLUMNS, _SLICES = 8, 8192, 128  # mhc_pre and hc_head (cuda/mhc.cuh)
 
 _mhc_pre = Kernel("mhc_pre", {"o": IN, "X": IN, "post": IN, "comb": IN, "fn": WEIGHT, "base": WEIGHT, "scale": WEIGHT, "norm": WEIGHT,
@@ -15,23 +16,33 @@ _mhc_pre = Kernel("mhc_pre", {"o": IN, "X": IN, "post": IN, "comb": IN, "fn": WE
                               "slice": int, "iterations": int, "norm_eps": float, "hc_eps": float})
 _hc_head = Kernel("hc_head", {"X": IN, "fn": WEIGHT, "base": WEIGHT, "scale": WEIGHT, "norm": WEIGHT, "partials": OUT, "out": OUT,
                               "tokens": int, "columns": int, "slice": int, "norm_eps": float, "hc_eps": float})
-_mhc_post = Kernel("mhc_post", {"o": IN, "X": IN, "post": IN, "comb": IN, "out": OUT, "tokens": int, "columns": int, "dtype": int})
+_mhc_post = Kernel("mhc_post", {"o": IN, "X": IN, "post": IN, "comb": IN, "out": OUT, "parts": int, "tokens": int, "columns": int,
+                                "dtype": int})
+
+
+def _parts(o: torch.Tensor, S: int, D: int, dtype: torch.dtype) -> int:
+    """What the kernels take as `parts`: 0 for o [S, D] in `dtype`, P for partial sums [P, S, D] in fp32, -1 for anything else."""
+    if o.shape == (S, D) and o.dtype == dtype:
+        return 0
+    return o.shape[0] if o.dim() == 3 and 1 <= o.shape[0] <= _MAX_PARTS and o.shape[1:] == (S, D) and o.dtype == torch.float32 else -1
 
 
 def mhc_post(o: torch.Tensor, X: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """o [S, D], X [S, 4, D], both fp32 or both bf16; post [S, 4], comb [S, 4, 4] fp32 -> [S, 4, D] in X's dtype.
+    """X [S, 4, D] fp32 or bf16; o [S, D] in its dtype, or 1 to 4 partial sums [P, S, D] in fp32; post [S, 4], comb [S, 4, 4] fp32
+    -> [S, 4, D] in X's dtype.
 
     Raises UserError for other shapes or dtypes.
     """
-    S, D = o.shape if o.dim() == 2 else (-1, -1)
-    expect(X.shape == (S, STREAMS, D) and post.shape == (S, STREAMS) and comb.shape == (S, STREAMS, STREAMS) and S <= _MAX_TOKENS
-           and o.dtype == X.dtype and X.dtype in DTYPES and post.dtype == comb.dtype == torch.float32, "mhc_post",
-           f"o [S, D] and X [S, 4, D] in one dtype, fp32 or bf16, post [S, 4] and comb [S, 4, 4] in fp32, S up to {_MAX_TOKENS}",
-           o=o, X=X, post=post, comb=comb)
+    S, D = (X.shape[0], X.shape[2]) if X.dim() == 3 else (-1, -1)
+    parts = _parts(o, S, D, X.dtype)
+    expect(parts >= 0 and X.shape == (S, STREAMS, D) and post.shape == (S, STREAMS) and comb.shape == (S, STREAMS, STREAMS)
+           and S <= _MAX_TOKENS and X.dtype in DTYPES and post.dtype == comb.dtype == torch.float32, "mhc_post",
+           f"o [S, D] and X [S, 4, D] in one dtype, fp32 or bf16, or o [P, S, D] in fp32, P up to {_MAX_PARTS}, post [S, 4] and comb "
+           f"[S, 4, 4] in fp32, S up to {_MAX_TOKENS}", o=o, X=X, post=post, comb=comb)
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if out.numel():
-        _mhc_post(o=o.contiguous(), X=X.contiguous(), post=post.contiguous(), comb=comb.contiguous(), out=out, tokens=S, columns=D,
-                  dtype=DTYPES[X.dtype])
+        _mhc_post(o=o.contiguous(), X=X.contiguous(), post=post.contiguous(), comb=comb.contiguous(), out=out, parts=parts, tokens=S,
+                  columns=D, dtype=DTYPES[X.dtype])
     return out
 
 

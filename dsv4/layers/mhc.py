@@ -34,7 +34,7 @@ class HyperConnection:
         self.constants = {"norm_eps": config.rms_norm_eps, "hc_eps": config.hc_eps, "iterations": config.hc_sinkhorn_iters}
 
     def __call__(self, streams: Streams, block: Callable[[torch.Tensor], torch.Tensor]) -> Streams:
-        """The streams before the block -> the same with its output (block: x [S, D] -> [S, D]) pending."""
+        """The streams before the block -> the same with its output (block: x [S, D] -> o as in ops.Pending) pending."""
         X, x, post, comb = ops.mhc_pre(*streams, self.fn, self.base, self.scale, self.norm, **self.constants)
         return Streams(X, ops.Pending(block(x), post, comb))
 

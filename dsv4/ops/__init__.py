@@ -11,7 +11,7 @@ from .experts import Expert, Experts, moe, pack_experts
 from .indexer import index_scores, select_entries, weighted_relu
 from .keys import new_index_keys, new_keys
 from .linear import grouped_linear, linear, pack_weights, projections
-from .mhc import Pending, collapse, hc_head, mhc_post, mhc_pre
+from .mhc import Pending, collapse, hc_head, mhc_post, mhc_pre, whole
 from .norm import kv_norm_rope, latents, query_norm_rope, rms_norm
 from .nvfp4 import nvfp4_linear, rms_norm_to_nvfp4, swiglu_to_nvfp4, to_nvfp4, unpack_nvfp4
 from .quant import fp4_round_trip, fp8_round_trip, hadamard, nvfp4_round_trip
@@ -26,5 +26,5 @@ __all__ = [
     "mhc_post", "mhc_pre", "moe", "new_index_keys", "new_keys", "nvfp4_linear", "nvfp4_round_trip", "pack_experts", "pack_gate",
     "pack_weights", "pool", "projections", "query_norm_rope", "register_kernel", "rms_norm", "rms_norm_to_nvfp4", "rope_frequencies",
     "rope_table", "router", "sample", "select_backend", "select_entries", "selected_backend", "swiglu_to_nvfp4", "to_nvfp4",
-    "trying_kernel", "unpack_nvfp4", "update_caches", "weighted_relu",
+    "trying_kernel", "unpack_nvfp4", "update_caches", "weighted_relu", "whole",
 ]

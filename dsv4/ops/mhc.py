@@ -12,11 +12,24 @@ from .norm import rms_norm
 
 
 class Pending(NamedTuple):
-    """A block's output o [S, D] that has not returned to the streams yet, and how it will: post [S, n], comb [S, n, n] fp32."""
+    """A block's output o that has not returned to the streams yet, and how it will: post [S, n], comb [S, n, n] fp32.
+
+    o is [S, D] in the streams' dtype or, as the last product left it, partial sums [P, S, D] in fp32 (`whole`).
+    """
 
     o: torch.Tensor
     post: torch.Tensor
     comb: torch.Tensor
+
+
+def whole(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A block's output [S, D]: o itself or, of partial sums [P, S, D] in fp32, their sum in order of p, rounded once to `dtype`."""
+    if o.dim() == 2:
+        return o
+    total = o[0]
+    for part in o[1:]:
+        total = total + part
+    return total.to(dtype)
 
 
 def _mix(X: torch.Tensor, fn: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,9 +79,9 @@ def mhc_pre_ref(X: torch.Tensor, pending: Pending | None, fn: torch.Tensor, base
 def mhc_post_ref(o: torch.Tensor, X: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """The streams after the block: X'_k = post_k o + sum_j comb[j, k] X_j. The sum runs over comb's FIRST index.
 
-    o [S, D], X [S, n, D] (the streams before mhc_pre), post [S, n], comb [S, n, n] -> [S, n, D] in X's dtype.
+    o as in Pending, X [S, n, D] (the streams before mhc_pre), post [S, n], comb [S, n, n] -> [S, n, D] in X's dtype.
     """
-    return (post[:, :, None] * o.float()[:, None, :] + comb.transpose(-1, -2) @ X.float()).to(X.dtype)
+    return (post[:, :, None] * whole(o, X.dtype).float()[:, None, :] + comb.transpose(-1, -2) @ X.float()).to(X.dtype)
 
 
 def hc_head_ref(X: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor, *, norm_eps: float,

@@ -5,9 +5,10 @@ import torch
 
 from dsv4 import kernels
 from dsv4.errors import UserError
-from dsv4.ops.mhc import mhc_post_ref
+from dsv4.ops.mhc import mhc_post_ref, whole
 
 from ..emulator.emulator import emulated, needs_gxx
+from ..ops.test_mhc import parts_of
 from . import compare
 
 pytestmark = needs_gxx
@@ -89,18 +90,33 @@ def test_memory_that_is_not_16_byte_aligned_takes_the_other_path(rng, name, dtyp
     assert_as_good(mhc_post(*inputs, offsets={name: 4}), *inputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [7, 129, 192, 1032])
+@pytest.mark.parametrize("P", range(1, 5))
+def test_an_output_in_parts_is_its_sum(rng, P, D, dtype):
+    """Bit for bit, on both paths, strided and where the parts alone are not 16-byte aligned."""
+    parts, (_, X, post, comb) = parts_of(rng, P, 3, D), site(rng, 3, D, dtype)
+    want = mhc_post(whole(parts, dtype), X, post, comb)
+    assert torch.equal(mhc_post(parts, X, post, comb), want)
+    strided = parts.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(mhc_post(strided, X, post, comb, reverse=True, offsets={"o": 4}), want)
+
+
 def test_strided_inputs_and_no_tokens(rng):
     o, X, post, comb = site(rng, 3, 40, torch.float32)
     strided = o.T.contiguous().T, X.transpose(1, 2).contiguous().transpose(1, 2), post.T.contiguous().T, comb.mT.contiguous().mT
     assert torch.equal(mhc_post(*strided), mhc_post(o, X, post, comb))
     assert mhc_post(o[:0], X[:0], post[:0], comb[:0]).shape == (0, 4, 40)
+    assert mhc_post(torch.zeros(2, 0, 40), X[:0], post[:0], comb[:0]).shape == (0, 4, 40)
 
 
 @pytest.mark.parametrize("change", [
     lambda o, X, p, c: (o[:, :5], X, p, c), lambda o, X, p, c: (o, X[:, :3], p[:, :3], c[:, :3, :3]),
     lambda o, X, p, c: (o.bfloat16(), X, p, c),
     lambda o, X, p, c: (o, X, p.bfloat16(), c), lambda o, X, p, c: (o, X, p, c[:1]), lambda o, X, p, c: (o.half(), X.half(), p, c),
-    lambda o, X, p, c: (o[0], X, p, c),
+    lambda o, X, p, c: (o[0], X, p, c), lambda o, X, p, c: (o.expand(5, 2, 8), X, p, c), lambda o, X, p, c: (o.expand(0, 2, 8), X, p, c),
+    lambda o, X, p, c: (o.expand(2, 2, 8).bfloat16(), X, p, c), lambda o, X, p, c: (o[:1].expand(2, 1, 8), X, p, c),
+    lambda o, X, p, c: (o.expand(1, 2, 2, 8), X, p, c), lambda o, X, p, c: (o, X[0], p, c),
 ])
 def test_what_the_kernel_does_not_take(rng, change):
     with pytest.raises(UserError, match=r"mhc_post: expected o \[S, D\] and X \[S, 4, D\] in one dtype.*, found o \["):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.layers.mhc import Streams
 
 from .test_norm import slow_rms
 
@@ -160,3 +161,48 @@ def test_mhc_pre_returns_what_is_pending_then_collapses_then_norms(rng, pending)
     assert torch.equal(after, ops.mhc_post(last.o, X, last.post, last.comb) if pending else X)
     want, *returns = ops.collapse(after, fn, base, scale, **CONSTANTS)
     assert torch.equal(x, ops.rms_norm(want, norm, EPS)) and torch.equal(post, returns[0]) and torch.equal(comb, returns[1])
+
+
+def parts_of(rng, P, S, D):
+    """Partial sums whose sum depends on the order in every entry: the first and the last but one cancel, far larger than the others."""
+    parts = torch.randn(P, S, D, generator=rng)
+    if P > 2:
+        parts[0] *= 1e6
+        parts[-2] -= parts[0]
+    return parts
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("P", range(1, 5))
+def test_whole_adds_in_order_and_rounds_once(rng, P, dtype):
+    parts = parts_of(rng, P, 3, 20)
+    whole = ops.whole(parts, dtype)
+    assert whole.dtype == dtype and whole.shape == (3, 20)
+    for s in range(3):
+        for d in range(20):
+            total = parts[0, s, d]
+            for p in range(1, P):
+                total = total + parts[p, s, d]
+            assert whole[s, d] == total.to(dtype)
+    assert ops.whole(whole, torch.float32) is whole
+
+
+def test_the_order_of_parts_counts(rng):
+    """What the tests of the order rest on."""
+    parts = parts_of(rng, 4, 3, 20)
+    assert not torch.equal(ops.whole(parts, torch.float32), ops.whole(parts.flip(0), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("P", range(1, 5))
+def test_a_pending_output_in_parts_is_its_sum(rng, P, dtype):
+    """Where it returns alone, in mhc_pre, and in the streams that a model ends with."""
+    X, fn, base, scale = site(rng, 3, 4, 24)
+    X, norm, parts = X.to(dtype), torch.randn(24, generator=rng), parts_of(rng, P, 3, 24)
+    returns = torch.rand(3, 4, generator=rng), torch.rand(3, 4, 4, generator=rng)
+    whole = ops.whole(parts, dtype)
+    want = ops.mhc_post(whole, X, *returns)
+    assert torch.equal(ops.mhc_post(parts, X, *returns), want)
+    assert torch.equal(Streams(X, ops.Pending(parts, *returns)).settled(), want)
+    results = (ops.mhc_pre(X, ops.Pending(o, *returns), fn, base, scale, norm, **CONSTANTS) for o in (parts, whole))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
