@@ -32,7 +32,7 @@ enum Fault {
     // a named barrier with other participants
     kNamedReused,
     // tensor copies
-    kTensorNoMap, kTensorMisaligned, kTensorPastEnd,
+    kTensorNoMap, kTensorMisaligned, kTensorColumn, kTensorPastEnd,
     // wgmma
     kWgmmaNoFence, kWgmmaNoWait, kWgmmaNoProxyFence, kWgmmaUnwritten, kWgmmaOverwritten, kWgmmaOneWarpLess, kWgmmaFewThreads,
     kWgmmaLanesDiffer,
@@ -371,7 +371,8 @@ __global__ void tensor(const __grid_constant__ TensorMap map, float* out, int fa
         mbarrier_init(bar, 1);
         mbarrier_fence_init();
         mbarrier_expect(bar, 256);
-        tensor_load(rows + (fault == kTensorMisaligned ? 4 : 0), fault == kTensorNoMap ? &nothing : &map, 0, 0, bar);
+        tensor_load(rows + (fault == kTensorMisaligned ? 4 : 0), fault == kTensorNoMap ? &nothing : &map, fault == kTensorColumn ? -4 : 0, 0,
+                    bar);
     }
     __syncthreads();
     mbarrier_wait(bar, 0);

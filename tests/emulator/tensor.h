@@ -25,6 +25,8 @@ void tensor_load(void* shared, const void* map_address, int x, int y, uint64_t* 
     const TensorMap m = *static_cast<const TensorMap*>(map_address);
     if (reinterpret_cast<uintptr_t>(map_address) % 64 || !m.made)
         fail("tensor_load: no TensorMap that make_tensor_map has made @+0x%x", place);
+    if (x * long(m.element_bytes) % 16)  // a GPU calls it an illegal instruction
+        fail("tensor_load: column %d begins at byte %ld of the matrix' rows, no multiple of 16 @+0x%x", x, x * long(m.element_bytes), place);
     const size_t inner = m.box_width * m.element_bytes, bytes = inner * m.box_height;
     Region& s = shared_range(shared, bytes, 128, "tensor_load", place);
     const size_t first = reinterpret_cast<uintptr_t>(shared) - s.begin;

@@ -271,10 +271,11 @@ def box_in_memory(matrix, element, x, y, width, height, swizzle):
 @pytest.mark.parametrize("element", [1, 2])
 @pytest.mark.parametrize("swizzle", range(4))
 def test_tensor_copies(rng, place, element, swizzle):
-    """Each swizzle; a box inside, over the right and lower edge, and over the left and upper one."""
+    """Each swizzle; a box inside, over the right and lower edge, and over the left and upper one. A box begins at a multiple of 16 bytes of
+    a row: anywhere else the copy is an illegal instruction."""
     matrix = torch.randint(1, 256, (30, 160), generator=rng, dtype=torch.uint8)
     width = (16 << swizzle if swizzle else 48) // element
-    for x, y in ((16, 3), (100 // element, 20), (-3, -5)):
+    for x, y in ((16 // element, 3), (128 // element, 20), (-16 // element, -5)):
         out = torch.empty(width * 24 * element, dtype=torch.uint8)
         run(place, "box", HOPPER, matrix=matrix, out=out, element_bytes=element, width=144 // element, height=30, row_bytes=160,
             box_width=width, box_height=24, swizzle=swizzle, x=x, y=y)

@@ -124,6 +124,7 @@ EXPECTED = {
     "kNamedReused": r"read of byte \d+ of shared memory, which thread \d+ wrote with no barrier between",
     "kTensorNoMap": r"tensor_load: no TensorMap that make_tensor_map has made at faults.cu:\d+$",
     "kTensorMisaligned": r"tensor_load: byte 16 of shared memory is no multiple of 128",
+    "kTensorColumn": r"tensor_load: column -4 begins at byte -8 of the matrix' rows, no multiple of 16 at faults.cu:\d+$",
     "kTensorPastEnd": r"read of 32 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+$",
     "kWgmmaNoFence": r"wgmma: no wgmma_fence\(\) before the first product, or since the last wait",
     "kWgmmaNoWait": r"warp 0 ends with products in flight: no wgmma_wait<0>\(\)",
