@@ -629,6 +629,11 @@ class Checkpoint:
             raise CheckpointError(f"{layout.scale.shard}: {layout.scale.key}: {problem}; the checkpoint is damaged: fetch the shard again")
         return weight
 
+    def kind(self, name: str) -> str:
+        """The format of a linear, as `Weight.kind` will say it, from the headers alone."""
+        layout = self._layouts.get(name)
+        return "plain" if layout is None else layout.kind
+
     def stored(self, need: Need) -> Stored:
         """How one thing that the config needs lies on disk, from the headers alone."""
         if need.linear:

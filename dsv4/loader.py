@@ -2,10 +2,10 @@
 buffers and their order; knows nothing of what a layer does with its weights.
 
 Reading threads take pieces of files, from all devices in turn. Each device has a thread that binds its parts in order (a single device has
-the calling thread). While a part is bound (copied, repacked, expanded), the one after it is read, and no more: at most two parts of a
-device are in flight. A CPU's bytes are read to where they stay. A GPU's go through two pinned buffers a reading thread, a piece each, and
-are copied on a stream of their own. The routed experts of a layer are read as the long ranges that they are on disk, and their tensors
-are views; anything else is read by itself, so that keeping a norm does not keep a layer.
+the calling thread), and AHEAD bytes are read before it asks for them, whichever part they are of: what is packed while it is read is never
+there as a whole. A CPU's bytes are read to where they stay. A GPU's go through two pinned buffers a reading thread, a piece each, and are
+copied on a stream of their own. Routed experts are read by number, each (or as many small ones as make up a piece) as the ranges that it is
+on disk, and their tensors are views; anything else is read by itself, so that keeping a norm does not keep a layer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PIECE = 32 << 20  # bytes that a thread reads at once
 GAP = 4096  # bytes between two experts' tensors that are read along: activation scales, which nothing here uses
 TICK = 0.1  # seconds after which `on_progress` is called though nothing was read: what it looks at (Ctrl-C) must not wait for a disk
 MAX_READERS = 8
+AHEAD = 2 * MAX_READERS * PIECE  # bytes of a device on their way: a piece for each thread to read, and one that waits to be taken
 
 Progress = Callable[[int, str, torch.device], None]
 
@@ -55,9 +56,9 @@ def reading_threads() -> int:
 def load(checkpoint: object, parts: list[Part], on_progress: Progress | None = None, threads: int | None = None) -> dict[str, object]:
     """What `bind` made of every part, by name. Parts of different devices are loaded at the same time, those of one device in order.
 
-    `on_progress(bytes read since the last call, part, device)` is called in the calling thread, after every piece, and every TICK seconds
-    with 0 bytes; the counts of a part sum to its nbytes. What it raises, and what a signal handler raises, ends the loading: all threads
-    are gone when `load` returns or raises. A checkpoint that is no `Checkpoint` (none of files) is bound as it is.
+    `on_progress(bytes read since the last call, part, device)` is called in the calling thread, after every piece, when a part is bound,
+    and every TICK seconds with 0 bytes; the counts of a part sum to its nbytes. What it raises, and what a signal handler raises, ends the
+    loading: all threads are gone when `load` returns or raises. A checkpoint that is no `Checkpoint` (none of files) is bound as it is.
 
     Raises CheckpointError for a shard that fails or changes while it is read, DoesNotFit for a device without enough memory.
     """
@@ -65,29 +66,17 @@ def load(checkpoint: object, parts: list[Part], on_progress: Progress | None = N
 
 
 class Source:
-    """A part's tensors, read already; stands where a Checkpoint does for a Binder. Each is given away once, so that what is not kept is
-    free again; asked for another time, it is read another time."""
+    """A part's tensors, read ahead; stands where a Checkpoint does for a Binder. Each is given away once, so that what is not kept is free
+    again; asked for another time, it is read another time."""
 
-    def __init__(self, checkpoint: Checkpoint, look_up: Callable[[], None]):
-        self.config, self._checkpoint, self._look_up = checkpoint.config, checkpoint, look_up
-        self.places: dict[Entry, tuple[torch.Tensor, int]] = {}  # the run's bytes, and where in them the entry begins
+    def __init__(self, checkpoint: Checkpoint, take: Callable[[Entry], torch.Tensor]):
+        self.config, self.kind, self._checkpoint, self._take = checkpoint.config, checkpoint.kind, checkpoint, take
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._checkpoint.tensor(name, self._take)
 
     def weight(self, name: str) -> Weight:
         return self._checkpoint.weight(name, self._take)
-
-    def _take(self, entry):
-        self._look_up()
-        place = self.places.pop(entry, None)
-        if place is None:
-            return self._checkpoint.read(entry)
-        data, at = place
-        data = data[at : at + entry.nbytes]
-        if at % max(4, TORCH_DTYPES[entry.dtype].itemsize):  # 4: packing reads four bytes at once
-            data = data.clone()
-        return tensor_of(data, entry)
 
 
 class _Stopped(Exception):
@@ -96,13 +85,15 @@ class _Stopped(Exception):
 
 @dataclass
 class _Lane:
-    """One device's parts in order."""
+    """One device's parts in order, and of those that were looked at the units that are not being read yet."""
 
     device: torch.device
     parts: list[Part]
     stream: torch.cuda.Stream | None = None  # of the copies
-    begun: list[_Reading] = field(default_factory=list)
+    readings: list[_Reading] = field(default_factory=list)
+    waiting: deque[_Unit] = field(default_factory=deque)
     pieces: deque[_Piece] = field(default_factory=deque)
+    ahead: int = 0  # bytes that were begun and are not taken
     bound: int = 0
 
 
@@ -112,19 +103,33 @@ class _Reading:
 
     part: Part
     lane: _Lane
-    source: object
-    total: int = 0
-    left: int = 0
+    units: dict[Entry, _Unit]
+    total: int
     read: int = 0
     told: int = 0
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Tensors that are read together: one, or some experts' all. `places` (its tensors that are not taken: the run's bytes, and where in
+    them each begins) is None before the reading has begun."""
+
+    runs: list[tuple[Run, bool]]
+    reading: _Reading | None = None
+    places: dict[Entry, tuple[torch.Tensor, int]] | None = None
+    left: int = 0  # pieces that are not read
     copied: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.nbytes for run, _ in self.runs)
 
 
 @dataclass
 class _Piece:
     """Bytes to read, and where they stay."""
 
-    reading: _Reading
+    unit: _Unit
     run: Run
     begin: int
     target: torch.Tensor
@@ -235,53 +240,102 @@ class _Loading:
             short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
             self._stop(_out_of_memory(part()) if short and part() else error)
 
-    # ---- binding: a thread a device
+    # ---- binding: a thread a device, which begins its units and takes their tensors
 
     def _bind_parts(self, lane):
         with self._telling(lambda: lane.parts[min(lane.bound, len(lane.parts) - 1)]):
             with torch.cuda.device(lane.device) if lane.stream is not None else contextlib.nullcontext():
                 for number, part in enumerate(lane.parts):
-                    while len(lane.begun) < min(len(lane.parts), number + 2):
-                        self._begin(lane, lane.parts[len(lane.begun)])
-                    reading = self._ready(lane, number)
-                    if reading.copied is not None:
-                        torch.cuda.current_stream(lane.device).wait_event(reading.copied)
-                    made = part.bind(reading.source)
+                    made = part.bind(self._source(lane, number))
                     with self.changed:
-                        self.made[part.name], reading.source = made, None  # what was not taken goes
-                        self._tell(reading, part.nbytes)
+                        self.made[part.name] = made
+                        reading = lane.readings[number]
+                        self.events.append((part.nbytes - reading.told, part.name, part.device))
+                        reading.told = part.nbytes
+                        self._drop_rest(lane, reading)
                         lane.bound += 1
                         self.changed.notify_all()
                 if lane.stream is not None:
                     torch.cuda.current_stream(lane.device).synchronize()  # an error in it belongs here
 
-    def _begin(self, lane, part):
-        """Memory for a part's bytes, and the pieces in which they are to be read, in the order of the shards."""
+    def _source(self, lane, number):
         if not self.threads:
-            lane.begun.append(_Reading(part, lane, self.checkpoint))
-            return
-        source = Source(self.checkpoint, self._look_up)
-        reading, pieces = _Reading(part, lane, source), []
-        for run, on_host in _runs(self.checkpoint, part.needs):
-            data = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu" if on_host else part.device)
-            source.places |= {entry: (data, entry.begin - run.begin) for entry in run.entries}
-            pieces += [_Piece(reading, run, run.begin + at, data[at : at + PIECE]) for at in range(0, run.nbytes, PIECE)]
-        if lane.stream is not None:  # the memory may have been another part's, whose last use is queued there
+            lane.readings.append(_Reading(lane.parts[number], lane, {}, 0))
+            return self.checkpoint
+        self._read_ahead(lane, number)
+        return Source(self.checkpoint, lambda entry: self._take(lane, number, entry))
+
+    def _read_ahead(self, lane, number):
+        """Looks at part `number`, and begins the next units for which there is room, of whichever part."""
+        while True:
+            while lane.waiting and (not lane.ahead or lane.ahead + lane.waiting[0].nbytes <= AHEAD):
+                self._begin(lane, lane.waiting[0])
+            if len(lane.readings) == len(lane.parts) or (lane.waiting and len(lane.readings) > number):
+                return
+            part = lane.parts[len(lane.readings)]
+            units = _units(self.checkpoint, part.needs)
+            reading = _Reading(part, lane, {entry: unit for unit in units for run, _ in unit.runs for entry in run.entries},
+                               sum(unit.nbytes for unit in units))
+            for unit in units:
+                unit.reading = reading
+            with self.changed:
+                lane.waiting.extend(units)
+                lane.readings.append(reading)
+                self.changed.notify_all()
+
+    def _begin(self, lane, unit, first=False):
+        """Memory for a unit's bytes, and the pieces in which they are to be read, before or behind those that wait."""
+        places, pieces = {}, []
+        for run, on_host in unit.runs:
+            data = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu" if on_host else lane.device)
+            places |= {entry: (data, entry.begin - run.begin) for entry in run.entries}
+            pieces += [_Piece(unit, run, run.begin + at, data[at : at + PIECE]) for at in range(0, run.nbytes, PIECE)]
+        if lane.stream is not None:  # the memory may have been another unit's, whose last use is queued there
             lane.stream.wait_event(torch.cuda.current_stream(lane.device).record_event())
-        reading.left, reading.total = len(pieces), sum(piece.target.numel() for piece in pieces)
+        unit.places, unit.left = places, len(pieces)
+        lane.ahead += unit.nbytes
         with self.changed:
-            lane.begun.append(reading)
-            lane.pieces.extend(pieces)
+            lane.waiting.remove(unit)
+            if first:
+                lane.pieces.extendleft(reversed(pieces))
+            else:
+                lane.pieces.extend(pieces)
             self.changed.notify_all()
 
-    def _ready(self, lane, number):
-        """The part's reading, once all of it is there."""
+    def _take(self, lane, number, entry):
+        """A tensor, once it has been read."""
+        self._look_up()
+        unit = lane.readings[number].units.get(entry)
+        if unit is not None and unit.places is None:  # asked for before its turn
+            self._begin(lane, unit, first=True)
+        if unit is None or entry not in unit.places:
+            return self.checkpoint.read(entry)
+        self._wait_for(unit)
+        if unit.copied is not None:
+            torch.cuda.current_stream(lane.device).wait_event(unit.copied)
+        data, at = unit.places.pop(entry)
+        data = data[at : at + entry.nbytes]
+        if at % max(4, TORCH_DTYPES[entry.dtype].itemsize):  # 4: packing reads four bytes at once
+            data = data.clone()
+        if not unit.places:
+            lane.ahead -= unit.nbytes
+            self._read_ahead(lane, number)
+        return tensor_of(data, entry)
+
+    def _drop_rest(self, lane, reading):
+        """What a part did not take."""
+        begun = {id(unit): unit for unit in reading.units.values() if unit.places}
+        lane.ahead -= sum(unit.nbytes for unit in begun.values())
+        lane.waiting = deque(unit for unit in lane.waiting if unit.reading is not reading)
+        reading.units = {}
+
+    def _wait_for(self, unit):
         while True:
             with self.changed:
                 if self.stopping:
                     raise _Stopped
-                if not lane.begun[number].left:
-                    return lane.begun[number]
+                if not unit.left:
+                    return
                 if not self.alone:
                     self.changed.wait()
             if self.alone:
@@ -303,16 +357,35 @@ class _Loading:
     # ---- reading: threads for all devices
 
     def _read_pieces(self):
-        slots, piece = _Slots(), None
-        with self._telling(lambda: piece and piece.reading.part):
-            while (piece := self._next_piece()) is not None:
-                stamp = self.checkpoint.stamps.get(piece.run.shard)
-                direct = not _staged(piece.target.device)
-                place = piece.target if direct else slots.take(piece.target.numel())
-                read_range(self.checkpoint.folder, piece.run, piece.begin, memoryview(place.numpy()), stamp)
-                if not direct:
-                    slots.copy(place, piece.target, piece.reading.lane.stream)
-                self._read(piece)
+        slots = _Slots()
+        while self._read_piece(slots):
+            pass
+
+    def _read_piece(self, slots):
+        """Reads the next one, if there will be any. A thread that waits for it holds none: a piece keeps its unit's memory."""
+        piece = self._next_piece()
+        if piece is None:
+            return False
+        unit = piece.unit
+        with self._telling(lambda: unit.reading.part):
+            stamp = self.checkpoint.stamps.get(piece.run.shard)
+            direct = not _staged(piece.target.device)
+            place = piece.target if direct else slots.take(piece.target.numel())
+            read_range(self.checkpoint.folder, piece.run, piece.begin, memoryview(place.numpy()), stamp)
+            if not direct:
+                slots.copy(place, piece.target, unit.reading.lane.stream)
+            with self.changed:
+                unit.left -= 1
+                self._count(unit.reading, piece.target.numel())
+                if not unit.left:
+                    if unit.reading.lane.stream is not None:
+                        unit.copied = unit.reading.lane.stream.record_event()
+                    self.changed.notify_all()
+        return True
+
+    def _count(self, reading, size):
+        reading.read += size
+        self._tell(reading, reading.part.nbytes * reading.read // reading.total)
 
     def _next_piece(self):
         """The next piece of the next device that has one; None when there are no more."""
@@ -322,37 +395,33 @@ class _Loading:
                     if lane.pieces:
                         self.turn = (self.lanes.index(lane) + 1) % len(self.lanes)
                         return lane.pieces.popleft()
-                if all(len(lane.begun) == len(lane.parts) for lane in self.lanes):
+                if all(len(lane.readings) == len(lane.parts) and not lane.waiting for lane in self.lanes):
                     return None
                 self.changed.wait()
         return None
 
-    def _read(self, piece):
-        reading = piece.reading
-        with self.changed:
-            reading.left -= 1
-            reading.read += piece.target.numel()
-            self._tell(reading, reading.part.nbytes * reading.read // reading.total)
-            if not reading.left:
-                if reading.lane.stream is not None:
-                    reading.copied = reading.lane.stream.record_event()
-                self.changed.notify_all()
 
-
-def _runs(checkpoint: Checkpoint, needs: list[Need]) -> list[tuple[Run, bool]]:
-    """What to read for `needs`, in the order of the shards; and whether it is for the host, as global scales are: they become numbers."""
-    alone, routed, scalars = [], [], []
+def _units(checkpoint: Checkpoint, needs: list[Need]) -> list[_Unit]:
+    """What to read for `needs`, as it is asked for: what is no routed expert, in the order of the shards, and then the experts by number.
+    Global scales are for the host: they become numbers."""
+    alone, scalars, routed = [], [], {}
     for need in needs:
         found = checkpoint.entries(need)
         if isinstance(found, Layout):
-            together = routed if need.kind == "routed experts" else alone
+            together = routed.setdefault(need.name.rpartition(".")[0], []) if need.kind == "routed experts" else alone
             together += [entry for entry in (found.payload, found.scale) if entry is not None]
             scalars += [found.global_scale] if found.global_scale is not None else []
         elif found is not None:
             alone.append(found)
-    runs = [(run, False) for run in runs_of(routed, GAP)] + [(run, True) for run in runs_of(scalars, GAP)]
-    runs += [(run, False) for entry in alone for run in runs_of([entry])]
-    return sorted(runs, key=lambda item: (item[0].shard, item[0].begin))
+    runs = [(run, True) for run in runs_of(scalars, GAP)] + [(run, False) for entry in alone for run in runs_of([entry])]
+    units = [_Unit([run]) for run in sorted(runs, key=lambda item: (item[0].shard, item[0].begin))]
+    group, size = [], 0
+    for number, entries in enumerate(routed.values(), 1):
+        group, size = group + entries, size + sum(entry.nbytes for entry in entries)
+        if size >= PIECE or number == len(routed):
+            units.append(_Unit([(run, False) for run in runs_of(group, GAP)]))
+            group, size = [], 0
+    return units
 
 
 def _out_of_memory(part):

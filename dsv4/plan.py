@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import ops
+from . import loader, ops
 from .cache import layer_cache_bytes
 from .checkpoint import Checkpoint, Need, Stored, needs_of_layer, needs_outside_layers
 from .config import ModelConfig
 from .errors import DoesNotFit
 from .kernels.packing import ROWS, packed_shape
-from .loader import MAX_READERS, PIECE
 from .machines import GIB, reserved
 from .ops.attention import TILE as ATTENTION_TILE
 from .ops.indexer import TILE as INDEX_TILE
@@ -213,13 +212,15 @@ class Planner:
             layers, last = wish.layers[start : start + count], i == len(rooms) - 1
             parts = [sizes.first] * (i == 0) + [sizes.layers[n] for n in layers] + [sizes.last] * last
             weights, peak = 0, 0
-            for part, following in zip(parts, [*parts[1:], None], strict=True):  # as loader.py does: one is bound while the next is read
-                held = max(part.read, part.experts + part.made)  # of what is read only the experts' ranges stay to the part's end
-                peak = max(peak, weights + held + part.loading + (following.read if following else 0))
-                weights += part.kept
-            step = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
+            steps = [step for part in parts for step in part.steps]
+            unread = sum(step.read for step in steps)
+            for step in steps:  # as loader.py does: AHEAD bytes on their way, a unit being bound and the one before it not yet let go
+                unread -= step.read
+                weights += step.kept
+                peak = max(peak, weights + min(loader.AHEAD + 2 * step.unit, step.passing + unread) + step.loading)
+            scratch = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
             graphs = sum(trial[n] for n in layers) + self._step(room.device, wish, 1, form) if self.packs else 0
-            out.append(DevicePlan(room.device, tuple(layers), weights, sum(caches[n] for n in layers), step, room.free, graphs,
+            out.append(DevicePlan(room.device, tuple(layers), weights, sum(caches[n] for n in layers), scratch, room.free, graphs,
                                   peak - weights, reserved(weights) if room.device.type == "cuda" else 0))
             start += count
         return tuple(out)
@@ -252,7 +253,8 @@ class Planner:
         if shares[0].device.type == "cpu":
             return shares[0].needed
         sizes = self._sizes_of("fp32" if keep else "packed" if self.packs else "stored")
-        return HOST + 2 * PIECE * MAX_READERS + 4 * sizes.largest_matrix * keep + 4 * wish.dump_rows * self.checkpoint.config.vocab_size
+        return (HOST + 2 * loader.PIECE * loader.MAX_READERS + 4 * sizes.largest_matrix * keep
+                + 4 * wish.dump_rows * self.checkpoint.config.vocab_size)
 
 
 HOST = 2 << 30  # Python, torch and CUDA's host side, and the tables of 285,660 headers (Pro); not measured with a GPU yet
@@ -302,15 +304,25 @@ def split(sizes: list[int], first: int, last: int, room: list[int]) -> tuple[int
 # ----------------------------------------------------------------------------------------------------------- the sizes
 
 
-class Part(NamedTuple):
-    """Bytes of a layer or an end of the model on its device: what stays; what is read of its files, and of that the routed experts; what is
-    made of it and stays; and what is held besides at the peak of that."""
+class Binding(NamedTuple):
+    """Bytes of what is bound together, on its device: what stays; what is read of its files; of that, what something else is made of and is
+    there until the end (all of the routed experts', of the rest the largest); what is read and bound as one; and what is held besides."""
 
     kept: int
     read: int
-    experts: int
-    made: int
+    passing: int
+    unit: int
     loading: int
+
+
+class Part(NamedTuple):
+    """A layer or an end of the model, in the steps in which it is bound: what is no routed expert, then these."""
+
+    steps: tuple[Binding, ...]
+
+    @property
+    def kept(self) -> int:
+        return sum(step.kept for step in self.steps)
 
 
 class Sizes(NamedTuple):
@@ -327,20 +339,26 @@ def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.dev
     """`form` of linears: "fp32" (dequantised copies), "stored" (as on disk) or "packed" (as the kernels stream them)."""
     config, matrices = checkpoint.config, [0]
 
-    def part(needs: list[Need]) -> Part:
+    def part(needs: list[Need], factors: int = 0) -> Part:
         described = [(need, checkpoint.stored(need)) for need in needs]
         matrices.extend(math.prod(need.shape) for need in needs if need.linear)
-        kept = {need.name: kept_bytes(need, stored, form) for need, stored in described}
-        stays = sum(kept[need.name] for need, stored in described if _stays(need, stored, form))
-        experts = sum(stored.nbytes for need, stored in described if ".ffn.experts." in need.name)
-        return Part(sum(kept.values()), sum(stored.nbytes for _, stored in described), experts, sum(kept.values()) - stays,
-                    loading_bytes(described, form, device))
+        groups = [(r, [d for d in described if (d[0].kind == "routed experts") == r]) for r in (False, True)]
+        return Part(tuple(binding(group, routed, factors) for routed, group in groups if group))
+
+    def binding(described: list[tuple[Need, Stored]], routed: bool, factors: int) -> Binding:
+        kept = sum(kept_bytes(need, stored, form) for need, stored in described)
+        sizes = [stored.nbytes for _, stored in described]
+        passing = [stored.nbytes for need, stored in described if not _stays(need, stored, form)] or [0]
+        loading = loading_bytes(described, form, device)
+        if not routed:
+            return Binding(kept, sum(sizes), max(passing), max(sizes), loading)
+        expert = sum(sizes) // config.n_routed_experts
+        unit = min(sum(sizes), -(-loader.PIECE // expert) * expert) if expert else 0  # as many as make up a piece
+        return Binding(kept + factors, sum(sizes), sum(passing), unit, loading)
 
     embed, *head = needs_outside_layers(config)
-    in_layers = {n: part(needs_of_layer(config, n)) for n in layers}
-    if form == "packed":  # the experts' factors
-        more = 12 * (config.n_routed_experts + 1)
-        in_layers = {n: p._replace(kept=p.kept + more, made=p.made + more) for n, p in in_layers.items()}
+    factors = 12 * (config.n_routed_experts + 1) if form == "packed" else 0
+    in_layers = {n: part(needs_of_layer(config, n), factors) for n in layers}
     return Sizes(part([embed]), in_layers, part(head), max(matrices))
 
 
@@ -378,7 +396,7 @@ def loading_bytes(described: list[tuple[Need, Stored]], form: str, device: torch
     for need, stored in described:
         count = math.prod(need.shape)
         if not need.linear:  # the embedding and the table are not looked through
-            most = max(most, 0 if need.name.endswith(("embed.weight", "tid2eid")) else 6 * count)
+            most = max(most, 0 if need.name.endswith(("embed.weight", "tid2eid")) else 7 * count)
         else:
             largest = max(largest, stored.nbytes)
             if "compressor" in need.name or "indexer" in need.name:

@@ -39,6 +39,10 @@ class SyntheticCheckpoint:
         """A linear's weight: random codes, with scales such that its elements have variance 1 / in."""
         return draw(self.needs[name], self.config, self.format, generator_of(self.seed, name, self.device), self.device)
 
+    def kind(self, name: str) -> str:
+        """As Checkpoint.kind."""
+        return kind_of(self.format, name).removesuffix("-ct")
+
     def nbytes(self, prefix: str = "") -> int:
         """Bytes of everything whose name begins so."""
         return sum(self.bytes_of(n) for name, n in self.needs.items() if name.startswith(prefix))
@@ -48,7 +52,7 @@ class SyntheticCheckpoint:
 
     def stored(self, need: Need) -> Stored:
         """As Checkpoint.stored."""
-        kind = kind_of(self.format, need.name).removesuffix("-ct") if need.linear else "plain"
+        kind = self.kind(need.name) if need.linear else "plain"
         size = self.bytes_of(need)
         plain = {2: "BF16", 4: "F32", 8: "I64"}[size // math.prod(need.shape)] if kind == "plain" else "F8_E4M3" if kind == "fp8" else "U8"
         return Stored(kind, plain, size)

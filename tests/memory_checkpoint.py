@@ -29,6 +29,9 @@ class MemoryCheckpoint:
     def weight(self, name: str) -> Weight:
         return Weight.plain(self.state[name + ".weight"])
 
+    def kind(self, name: str) -> str:
+        return "plain"
+
     def stored(self, need: Need) -> Stored:
         tensor = self.state[need.name + ".weight" * need.linear]
         dtype = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}[tensor.dtype]

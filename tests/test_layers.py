@@ -21,6 +21,9 @@ class PackedCheckpoint(MemoryCheckpoint):
         w = self.state[name + ".weight"]
         return formats.quantize_nvfp4(w) if ".experts." in name else formats.quantize_fp8_block(w)
 
+    def kind(self, name: str) -> str:
+        return "nvfp4" if ".experts." in name else "fp8"
+
 
 @pytest.mark.parametrize("activations,plain,fp8,mxfp4,nvfp4", [
     ("bf16", "bf16", "bf16", "bf16", "bf16"), ("fp8", "bf16", "fp8", "fp8", "fp8"), ("nvfp4", "bf16", "fp8", "fp8", "nvfp4"),
@@ -59,14 +62,41 @@ def test_routed_and_shared_experts_have_their_own_input_precision(packed):
 
 
 def test_experts_of_two_formats_are_refused_where_it_would_matter(packed, monkeypatch):
-    """One of a layer's experts is plain: its input must not be quantised, the others' must."""
-    original = PackedCheckpoint.weight
+    """One of a layer's experts is plain: its input must not be quantised, the others' must. The headers say so: no expert is read."""
+    weight, kind = PackedCheckpoint.weight, PackedCheckpoint.kind
     odd = "layers.2.ffn.experts.5.w2"
-    monkeypatch.setattr(PackedCheckpoint, "weight",
-                        lambda self, name: Weight.plain(self.state[odd + ".weight"]) if name == odd else original(self, name))
+    monkeypatch.setattr(PackedCheckpoint, "kind", lambda self, name: "plain" if name == odd else kind(self, name))
+    monkeypatch.setattr(PackedCheckpoint, "weight", lambda self, name: pytest.fail(f"{name} is read"))
     with pytest.raises(CheckpointError, match="one format for the experts of a layer under --activations nvfp4, found nvfp4 and plain"):
         MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics(activations="nvfp4")), packed.config, 2)
+    monkeypatch.setattr(PackedCheckpoint, "weight",
+                        lambda self, name: Weight.plain(self.state[odd + ".weight"]) if name == odd else weight(self, name))
     assert MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics()), packed.config, 2).activations == "bf16"
+
+
+def test_experts_are_read_one_by_one_as_they_are_packed(packed, monkeypatch):
+    """Whoever packs them has never more than one in its stored form; and what fails in reading one is not the end of them."""
+    read, weight = [], PackedCheckpoint.weight
+    monkeypatch.setattr(PackedCheckpoint, "weight", lambda self, name: read.append(name) or weight(self, name))
+
+    def pack(routed, shared):
+        assert len(routed) == 8 and [name for name in read if ".experts." in name] == []
+        for number, expert in enumerate(routed):
+            assert read[-3:] == [f"layers.2.ffn.experts.{number}.{w}" for w in ("w1", "w2", "w3")] and len(read) == 3 * (number + 2)
+            assert torch.equal(expert.w2.dequantize(), weight(packed, f"layers.2.ffn.experts.{number}.w2").dequantize())
+        return number
+
+    with ops.trying_kernel("pack_experts", pack):
+        assert MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics()), packed.config, 2).experts == 7
+
+    def fail(self, name):
+        if name.endswith("experts.5.w2"):
+            raise IndexError("a mistake in reading")
+        return weight(self, name)
+
+    monkeypatch.setattr(PackedCheckpoint, "weight", fail)
+    with pytest.raises(IndexError, match="a mistake in reading"):
+        MoE(Binder(packed, "layers.2.ffn.", CPU, Numerics()), packed.config, 2)
 
 
 def test_binder_reads_below_its_prefix_in_fp32_or_as_stored(packed):

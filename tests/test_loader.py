@@ -1,12 +1,14 @@
-"""dsv4/loader.py: what it brings is what Checkpoint reads, in long ranges, a part ahead, on all devices at once; faults are named, and no
-thread outlives a loading."""
+"""dsv4/loader.py: what it brings is what Checkpoint reads, in long ranges, so many bytes ahead, on all devices at once; faults are named,
+and no thread outlives a loading."""
 
 import errno
 import json
 import os
+import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +120,7 @@ def test_a_loaded_model_gives_the_logits_of_one_that_was_read_tensor_by_tensor(c
     plan = Plan(layers, (DevicePlan(CPU, layers, 0, 0, 0, 0),), 16, 16, False)
 
     class NoFiles:  # not a Checkpoint: bound as it is
-        config, tensor, weight = checkpoint.config, checkpoint.tensor, checkpoint.weight
+        config, tensor, weight, kind = checkpoint.config, checkpoint.tensor, checkpoint.weight, checkpoint.kind
         nbytes, layer_bytes = checkpoint.nbytes, checkpoint.layer_bytes
 
     logits = []
@@ -141,56 +143,97 @@ def test_routed_experts_are_few_long_ranges_and_their_tensors_views(checkpoint, 
     needs = needs_of_layer(MINI, 2)
     made = load(checkpoint, [Part("layer 2", CPU, needs, 1, lambda source: everything(source, checkpoint, needs))])["layer 2"]
     experts = [run for run in read if len(run.entries) > 1]
-    assert sorted(len(run.entries) for run in experts) == [12, 12, 12]  # global scales; scales; codes: 4 experts of 3 weights each
+    assert sorted(len(run.entries) for run in experts) == [12, 12, 12]  # global scales; scales; codes: 4 small experts of 3 weights each
     assert len(read) == 3 + sum(2 if checkpoint.entries(n) and n.linear and n.name.split(".")[-1] not in (
         "wkv", "wgate", "weights_proj") or n.name.endswith("attn.wkv") else 1 for n in needs if n.kind != "routed experts")
     payloads = [made[f"layers.2.ffn.experts.{e}.{w}"][0] for e in range(4) for w in ("w1", "w2", "w3")]
     assert len({p.untyped_storage().data_ptr() for p in payloads}) == 1
     # Global scales become numbers: they are read to the host, whatever the device.
-    on_host = [entry.key for run, host in loader._runs(checkpoint, needs) if host for entry in run.entries]
+    on_host = [entry.key for unit in loader._units(checkpoint, needs) for run, host in unit.runs if host for entry in run.entries]
     assert len(on_host) == 12 and all(key.endswith("weight_scale_2") for key in on_host)
     # Nothing else keeps a layer's bytes: every other tensor has memory of its own size.
     others = [t for name, values in made.items() if ".experts." not in name for t in values if torch.is_tensor(t)]
     assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in others)
 
 
-def test_pieces_come_in_the_order_of_the_shards(checkpoint, monkeypatch):
+def test_pieces_come_in_the_order_of_the_shards_and_experts_by_number(checkpoint, monkeypatch):
+    """An expert is larger than a piece here: each is read by itself, its codes as one range and its scales as another."""
     places, original = [], loader.read_range
 
     def read(folder, run, begin, *rest):
-        places.append((run.shard, begin))
+        expert = re.search(r"\.experts\.(\d+)\.\w+\.weight", run.entries[0].key)
+        places.append((run.shard, int(expert[1]) if expert and not run.entries[0].key.endswith("_2") else -1, run.begin, begin))
         original(folder, run, begin, *rest)
 
     monkeypatch.setattr(loader, "read_range", read)
     monkeypatch.setattr(loader, "PIECE", 500)
     load(checkpoint, parts_of(checkpoint)[1:], threads=1)
     assert len(places) > 100 and places == sorted(places)
+    for number in range(4):
+        assert len({run for shard, expert, run, _ in places if expert == number}) == 4 * 2  # of four layers
 
 
-def test_the_next_part_is_read_while_one_is_bound_and_no_more(checkpoint, monkeypatch):
-    """While part n is bound, its own shard and the next one's are all that was read."""
-    opened, changed, original = set(), threading.Condition(), loader.read_range
+class Reads:
+    """What `read_range` was asked for; `settle` waits until no more comes."""
 
-    def read(folder, run, *rest):
-        original(folder, run, *rest)
-        with changed:
-            opened.add(run.shard)
-            changed.notify_all()
+    def __init__(self, monkeypatch):
+        self.bytes, self.shards, lock, original = 0, set(), threading.Lock(), loader.read_range
 
-    monkeypatch.setattr(loader, "read_range", read)
-    order, seen = [], []
+        def read(folder, run, begin, view, *rest):
+            original(folder, run, begin, view, *rest)
+            with lock:
+                self.bytes += len(view)
+                self.shards.add(run.shard)
+
+        monkeypatch.setattr(loader, "read_range", read)
+
+    def settle(self):
+        before = -1
+        while before != self.bytes:
+            before = self.bytes
+            time.sleep(0.1)
+        return self.bytes
+
+
+def test_so_many_bytes_are_read_ahead_and_no_more(checkpoint, monkeypatch):
+    """Of the next parts too; and as tensors are taken, as much is read again."""
+    reads, parts = Reads(monkeypatch), parts_of(checkpoint)[1:]
+    size = sum(checkpoint.layer_bytes(n) for n in range(4))
+    largest = max(unit.nbytes for part in parts for unit in loader._units(checkpoint, part.needs))
+    monkeypatch.setattr(loader, "AHEAD", size // 2)
+    seen = []
 
     def bind(source, checkpoint, needs):
-        number = len(order)
-        order.append(number)
-        with changed:
-            assert changed.wait_for(lambda: len(opened) >= min(4, number + 2), timeout=20), "nothing is read while a part is bound"
-        time.sleep(0.05)  # time for too much
-        with changed:
-            seen.append(len(opened))
+        seen.append((reads.settle(), len(reads.shards)))
+        if len(seen) == 1:
+            for need in needs[:12]:  # norms, mHC, and the attention's first weights
+                source.weight(need.name) if need.linear else source.tensor(need.name)
+            assert reads.settle() > seen[0][0]
 
-    load(checkpoint, parts_of(checkpoint, bind=bind)[1:])
-    assert seen == [2, 3, 4, 4]
+    load(checkpoint, parts_of(checkpoint, bind=bind)[1:], threads=1)
+    assert size // 2 - largest < seen[0][0] <= size // 2 and seen[0][1] in (2, 3)  # layers differ in size
+    assert [ahead for ahead, _ in seen] == sorted(ahead for ahead, _ in seen) and seen[-1][0] <= reads.bytes <= size + 4 * loader.GAP
+
+
+@pytest.mark.parametrize("ahead", [1, 3000, 1 << 20])
+def test_any_order_of_taking_is_served(checkpoint, monkeypatch, ahead):
+    """Also what has not been begun, when what was begun fills the room; each byte is read once; and what is left is dropped."""
+    monkeypatch.setattr(loader, "PIECE", 700)
+    monkeypatch.setattr(loader, "AHEAD", ahead)
+
+    def backwards(source, checkpoint, needs):
+        return everything(source, checkpoint, needs[::-1])
+
+    def some(source, checkpoint, needs):
+        return everything(source, checkpoint, needs[5:1:-3])
+
+    for devices in ((CPU,), (CPU, CPU_0)):
+        parts, reads = parts_of(checkpoint, devices, backwards), Reads(monkeypatch)
+        made = load(checkpoint, parts, threads=2)
+        assert reads.bytes == sum(unit.nbytes for part in parts for unit in loader._units(checkpoint, part.needs))
+        assert_loaded(checkpoint, made, parts)
+        few = [replace(part, needs=part.needs[5:1:-3]) for part in parts]
+        assert_loaded(checkpoint, load(checkpoint, parts_of(checkpoint, devices, some), threads=2), few)
 
 
 def test_devices_load_at_the_same_time(checkpoint):
@@ -383,7 +426,7 @@ def test_memory_that_runs_out(checkpoint, monkeypatch, error, where):
 
     parts = parts_of(checkpoint, bind=fail if where == "bind" else everything)
     if where == "buffers":
-        monkeypatch.setattr(loader, "_runs", fail)
+        monkeypatch.setattr(loader, "_units", fail)
     with pytest.raises(DoesNotFit) as caught:
         load(checkpoint, parts)
     text, start = str(caught.value), "cpu: out of memory while loading part 0: it needs 1.00 kB and room to pack it, "

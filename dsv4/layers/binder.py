@@ -66,7 +66,12 @@ class Binder:
 
     def weight(self, name: str) -> Weight:
         """A linear's weight, packed as on disk, or fp32 if the run keeps dequantised copies."""
-        return self.weight_and_kind(name)[0]
+        weight = self.checkpoint.weight(self.prefix + name)
+        return (Weight.plain(weight.dequantize()) if self.numerics.keep_dequantised else weight).to(self.device)
+
+    def input_of(self, name: str) -> str:
+        """What a linear sees of its input: the format that its weight has on disk decides, kept dequantised or not. Reads no weight."""
+        return self.numerics.input_of(self.checkpoint.kind(self.prefix + name))
 
     def packing(self, name: str, pack: Callable[..., T], *weights) -> T:
         """pack(*weights), where what the kernels refuse of a weight is said with its name."""
@@ -74,11 +79,3 @@ class Binder:
             return pack(*weights)
         except UserError as error:
             raise UserError(f"{self.prefix}{name}: {error}: run with --backend torch") from None
-
-    def weight_and_kind(self, name: str) -> tuple[Weight, str]:
-        """The weight and the format it has on disk, which decides what its input may be quantised to."""
-        weight = self.checkpoint.weight(self.prefix + name)
-        kind = weight.kind
-        if self.numerics.keep_dequantised:
-            weight = Weight.plain(weight.dequantize())
-        return weight.to(self.device), kind

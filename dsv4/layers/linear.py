@@ -12,8 +12,7 @@ class Linear:
     """x [S, in] -> [S, out] in x's dtype."""
 
     def __init__(self, bind: Binder, name: str):
-        weight, kind = bind.weight_and_kind(name)
-        self.weights, self.activations = bind.packing(name, ops.pack_weights, (weight,)), bind.numerics.input_of(kind)
+        self.weights, self.activations = bind.packing(name, ops.pack_weights, (bind.weight(name),)), bind.input_of(name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weights, self.activations)
@@ -29,11 +28,11 @@ class Projections:
     def __init__(self, bind: Binder, names: tuple[str, ...], *, exact: tuple[str, ...] = (), decisive: tuple[str, ...] = ()):
         weights, self.activations = [], ()
         for name in names:
-            weight, kind = bind.weight_and_kind(name)
+            weight = bind.weight(name)
             if name in decisive:
                 bind.refuse_non_finite(f"{name}.weight", weight.dequantize())
             weights.append(weight)
-            self.activations += ("bf16" if name in exact else bind.numerics.input_of(kind),)
+            self.activations += ("bf16" if name in exact else bind.input_of(name),)
         self.weights = bind.packing(" + ".join(names), ops.pack_weights, tuple(weights))
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

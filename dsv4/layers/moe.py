@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from .. import ops
@@ -20,19 +22,10 @@ class MoE:
         hashed = config.is_hash_layer(layer)
         self.experts_of_token = bind.stored("gate.tid2eid").long() if hashed else None
         self.bias = None if hashed else bind.fp32("gate.bias")
-        routed, self.activations = self._bind(bind, [f"experts.{e}" for e in range(config.n_routed_experts)])
-        (shared,), self.shared_activations = self._bind(bind, ["shared_experts"])
-        self.experts = bind.packing("experts", ops.pack_experts, routed, shared)
-
-    @staticmethod
-    def _bind(bind: Binder, names: list[str]) -> tuple[list[ops.Expert], str]:
-        """The experts, and what their inputs may be quantised to, which takes one format for all of them."""
-        weights = {(name, w): bind.weight_and_kind(f"{name}.{w}") for name in names for w in ("w1", "w2", "w3")}
-        inputs = {kind: bind.numerics.input_of(kind) for _, kind in weights.values()}
-        if len(set(inputs.values())) > 1:
-            raise CheckpointError(f"{bind.prefix}{names[0]}: expected one format for the experts of a layer under --activations "
-                                  f"{bind.numerics.activations}, found {' and '.join(sorted(inputs))}: use --activations bf16")
-        return [ops.Expert(*(weights[name, w][0] for w in ("w1", "w2", "w3"))) for name in names], next(iter(inputs.values()))
+        routed = _Experts(bind, [f"experts.{e}" for e in range(config.n_routed_experts)])
+        shared = _Experts(bind, ["shared_experts"])
+        self.activations, self.shared_activations = routed.input(), shared.input()
+        self.experts = bind.packing("experts", ops.pack_experts, routed, shared[0])
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [S, D], ffn-normed -> [S, D]."""
@@ -40,3 +33,29 @@ class MoE:
         chosen, weights = ops.router(x, self.gate, c.num_experts_per_tok, c.routed_scaling_factor, bias=self.bias,
                                      table=self.experts_of_token, ids=step.ids)
         return ops.moe(x, self.experts, chosen, weights, c.swiglu_limit, self.activations, self.shared_activations)
+
+
+class _Experts(Sequence):
+    """Experts of a checkpoint, each read when it is asked for: who packs them one by one has one of them unpacked, not a layer's."""
+
+    def __init__(self, bind: Binder, names: list[str]):
+        self.bind, self.names = bind, names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, number: int) -> ops.Expert:
+        return ops.Expert(*(self.bind.weight(f"{self.names[number]}.{w}") for w in ("w1", "w2", "w3")))
+
+    def __iter__(self) -> Iterator[ops.Expert]:  # Sequence's takes an IndexError in reading for the end
+        return map(self.__getitem__, range(len(self)))
+
+    def input(self) -> str:
+        """What their inputs may be quantised to, which takes one format for all of them. Reads no weight."""
+        modules = [f"{name}.{w}" for name in self.names for w in ("w1", "w2", "w3")]
+        found = sorted({self.bind.input_of(module) for module in modules})
+        if len(found) > 1:
+            kinds = sorted({self.bind.checkpoint.kind(self.bind.prefix + module) for module in modules})
+            raise CheckpointError(f"{self.bind.prefix}{self.names[0]}: expected one format for the experts of a layer under --activations "
+                                  f"{self.bind.numerics.activations}, found {' and '.join(kinds)}: use --activations bf16")
+        return found[0]

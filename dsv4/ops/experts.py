@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ class Experts(NamedTuple):
     shared: Expert
 
 
-def pack_experts_ref(routed: list[Expert], shared: Expert) -> Experts:
-    """The experts as `moe` takes them; what else they become is the kernels' business."""
-    return Experts(routed, shared)
+def pack_experts_ref(routed: Sequence[Expert], shared: Expert) -> Experts:
+    """The experts as `moe` takes them; what else they become is the kernels' business. Each of `routed` is taken once, in order: it may be
+    a sequence that reads them one by one."""
+    return Experts(list(routed), shared)
 
 
 def _expert(x: torch.Tensor, expert: Expert, limit: float, activations: str, weights: torch.Tensor | None) -> torch.Tensor:
