@@ -49,7 +49,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--inspect", action="store_true", help="print what the checkpoint holds, then stop")
     g.add_argument("--plan", action="store_true", help="print which layer goes on which device and what that takes, then stop")
     g.add_argument("--assume", metavar="8xB200", type=machine, help="with --plan: GPUs that are not here, by name or in GiB (2x96)")
-    g.add_argument("--backend", choices=("auto", "torch", "cuda"), default="auto", help="auto: torch (the definitions)")
+    g.add_argument("--backend", choices=("auto", "torch", "cuda"), default="auto",
+                   help="auto: cuda (the kernels) on GPUs that they know, else torch (the definitions)")
     g.add_argument("--devices", metavar="LIST", default="auto", help="auto, cpu, or a list such as cuda:0,cuda:1 (default: auto)")
     g.add_argument("--layers-per-device", metavar="20,23", type=layer_counts, help="so many layers on each device (default: equal bytes)")
     g.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and caches (default: float32 on a CPU, else bfloat16)")
@@ -195,7 +196,7 @@ def generate(args: argparse.Namespace) -> int:
 def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: float) -> int:
     """The story: checkpoint, ids, plan, load, prefill, decode, report."""
     import encoding
-    from dsv4 import runtime
+    from dsv4 import ops, runtime
     from dsv4.checkpoint import Checkpoint  # brings torch
     from dsv4.decode import compare_with_prefill
     from dsv4.errors import CheckpointError
@@ -226,7 +227,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     run = None
     try:
         loading = time.perf_counter()
-        if args.backend == "cuda":
+        if ops.selected_backend() == "cuda":
             runtime.build_kernels([d.device for d in plan.devices])
         runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in plan.layers))
         model = load(checkpoint, plan, numerics_of(args, planner), interrupt)
@@ -288,7 +289,9 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     devices = runtime.resolve_devices(args.devices, args.assume)
     counts = check_counts(args, len(layers), len(devices))
     dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if devices[0].type == "cpu" else torch.bfloat16
-    runtime.choose_backend(args.backend, config, devices, dtype, args.kv_quant, args.activations, args.assume)
+    why = runtime.choose_backend(args.backend, checkpoint, layers, devices, dtype, args.kv_quant, args.activations, args.assume)
+    if why is not None:
+        say(f"note: the torch definitions run, and not the kernels: {why}")
     rows = 0 if args.dump_logits is None and args.decode_consistency is None else context
     dump = 4 * rows * config.vocab_size
 

@@ -51,6 +51,7 @@ class Announced:
         self.folder, self.index_name = folder, index_path.name
         raw, index = read_json(folder / "config.json", "the model's config"), read_json(index_path, "an index of shards")
         self.config = ModelConfig.from_dict(raw, source=str(folder / "config.json"))
+        self.block = self.config.weight_block_size
         metadata, names = index.get("metadata"), index.get("weight_map")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if type(total) is not int or not isinstance(names, dict) or not names:
@@ -95,7 +96,7 @@ class Announced:
         if found == {"weight"}:
             kind, size = self._plain_size
             return Stored("plain", kind, size * count)
-        high, wide = self.config.weight_block_size
+        high, wide = self.block
         scales = -(-need.shape[0] // high) * -(-need.shape[1] // wide)
         return Stored("fp8", "F8_E4M3", count + scales * (1 if "scale" in found else 4))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from . import kernels, ops
-from .config import ModelConfig
+from .checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
 from .errors import DoesNotFit, KernelError, UserError
 from .kernels import build
 from .kernels.launch import architecture, architecture_of
@@ -60,27 +61,73 @@ def resolve_devices(spec: str, machine: Machine | None = None) -> list[torch.dev
     return devices
 
 
-def choose_backend(backend: str, config: ModelConfig, devices: list[torch.device], dtype: torch.dtype, kv_quant: str, activations: str,
-                   machine: Machine | None = None) -> None:
-    """Selects the operations' implementation: "auto" is torch. Raises UserError where the kernels, on these devices or the assumed
-    machine's, cannot do what was asked for, or not with a model of these sizes."""
-    if backend == "cuda":
-        gpus = all(d.type == "cuda" for d in devices)
-        for flag, fine, expected, found in (
-            ("--backend cuda", gpus, "GPUs", f"{devices[0]} (torch {torch.__version__} sees {torch.cuda.device_count()} GPUs)"),
-            ("--dtype", dtype == torch.bfloat16, "bfloat16 with --backend cuda", str(dtype).removeprefix("torch.")),
-            ("--kv-quant", kv_quant == "model", "model with --backend cuda, whose caches are FP8 and FP4", kv_quant),
-            ("--activations", activations in ("auto", "bf16"), "bf16 with --backend cuda, which decodes on exact activations", activations),
-        ):
-            if not fine:
-                raise UserError(f"{flag}: expected {expected}, found {found}: run with --backend torch")
-        kernels.refuse_sizes(config)
-        if machine is None:
-            for device in devices:
-                architecture(device)
-        elif machine.capability is not None:
-            architecture_of(machine.capability, machine.name)
-    ops.select_backend("torch" if backend == "auto" else backend)
+def choose_backend(backend: str, checkpoint: Checkpoint, layers: Iterable[int], devices: list[torch.device], dtype: torch.dtype,
+                   kv_quant: str, activations: str, machine: Machine | None = None) -> str | None:
+    """Selects the operations' implementation: "torch", "cuda", or "auto", which is the kernels where all devices, or the assumed machine's,
+    can do with them what is asked for, and else the definitions. Returns what keeps GPUs from the kernels under "auto".
+
+    Raises UserError where "cuda" was asked for and cannot be.
+    """
+    why = None
+    if backend != "torch":
+        try:
+            _refuse_run(devices, dtype, kv_quant, activations)
+            kernels.refuse_sizes(checkpoint.config)
+            _refuse_gpus(devices, machine)
+            if backend == "auto":
+                _refuse_doubts(checkpoint, layers, machine)
+        except UserError as error:
+            if backend == "cuda":
+                raise
+            why = str(error).removesuffix(_TORCH) if any(d.type == "cuda" for d in devices) else None
+            backend = "torch"
+    ops.select_backend("cuda" if backend == "auto" else backend)
+    return why
+
+
+_TORCH = ": run with --backend torch"
+
+
+def _refuse_run(devices, dtype, kv_quant, activations):
+    for flag, fine, expected, found in (
+        ("--backend cuda", all(d.type == "cuda" for d in devices), "GPUs",
+         f"{devices[0]} (torch {torch.__version__} sees {torch.cuda.device_count()} GPUs)"),
+        ("--dtype", dtype == torch.bfloat16, "bfloat16 with --backend cuda", str(dtype).removeprefix("torch.")),
+        ("--kv-quant", kv_quant == "model", "model with --backend cuda, whose caches are FP8 and FP4", kv_quant),
+        ("--activations", activations in ("auto", "bf16"), "bf16 with --backend cuda, which decodes on exact activations", activations),
+    ):
+        if not fine:
+            raise UserError(f"{flag}: expected {expected}, found {found}{_TORCH}")
+
+
+def _refuse_gpus(devices, machine):
+    if machine is None:
+        for device in devices:
+            architecture(device)
+    elif machine.capability is not None:
+        architecture_of(machine.capability, machine.name)
+
+
+def _refuse_doubts(checkpoint, layers, machine):
+    """What asking for the kernels by name would try: an unknown GPU, no compiler, weights of which only packing tells whether it can be."""
+    if machine is None:
+        build.find_nvcc()
+    elif machine.capability is None:
+        raise UserError(f"--assume: expected a GPU by its name, found {machine.name}, which tells no architecture{_TORCH}")
+    config, experts = checkpoint.config, {}
+    for need in [*needs_outside_layers(config), *(need for layer in layers for need in needs_of_layer(config, layer))]:
+        if not need.linear:
+            continue
+        kind, dtype, _ = checkpoint.stored(need)
+        if kind == "plain" and dtype != "BF16":
+            raise UserError(f"{need.name}: expected a weight in BF16, FP8, NVFP4 or MXFP4, found {dtype}, which bf16 may not hold{_TORCH}")
+        if kind == "fp8" and (checkpoint.block[0] % 8 or checkpoint.block[1] % 128):
+            raise UserError(f"{need.name}: expected FP8 blocks of a multiple of 8 rows and 128 columns, found "
+                            f"{checkpoint.block[0]}x{checkpoint.block[1]}{_TORCH}")
+        if need.kind == "routed experts":
+            layer, w = need.name.split(".")[1], need.name[-2:].replace("w3", "w1")
+            if experts.setdefault((layer, w), kind) != kind:
+                raise UserError(f"{need.name}: expected the experts of a layer in one format, {experts[layer, w]}, found {kind}{_TORCH}")
 
 
 def build_kernels(devices: list[torch.device]) -> None:

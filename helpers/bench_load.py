@@ -117,9 +117,9 @@ def main() -> None:
     runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in layers))
     devices = runtime.resolve_devices(args.devices)
     dtype = torch.float32 if devices[0].type == "cpu" else torch.bfloat16
-    runtime.choose_backend(args.backend, devices, dtype, "model", "auto")
+    runtime.choose_backend(args.backend, checkpoint, layers, devices, dtype, "model", "auto")
     plan = make_plan(checkpoint, devices, layers=layers, context=8, chunk=min(8, ops.max_tokens() or 8), dtype=dtype,
-                     free_bytes=runtime.free_bytes, auto=args.devices == "auto", expand=args.backend != "cuda")
+                     free_bytes=runtime.free_bytes, auto=args.devices == "auto", expand=ops.selected_backend() == "torch")
     numerics = Numerics(dtype=dtype, keep_dequantised=plan.keep_dequantised)
     parts = ["embed.", "head.", *(f"layers.{n}." for n in layers)]
     files = sorted({args.model / entry.shard for module, entries in checkpoint._modules.items() for entry in entries.values()
@@ -128,7 +128,7 @@ def main() -> None:
     size = sum(file.stat().st_size for file in files) / 1e9
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {size:.2f} GB in {len(files)} shards, "
           f"torch {torch.__version__}, {', '.join(str(d.device) for d in plan.devices)}, "
-          f"{'dequantised' if plan.keep_dequantised else 'packed'}")
+          f"backend {ops.selected_backend()}{', dequantised' * plan.keep_dequantised}")
     rates = {}
     for _ in range(args.repeat):
         for count in map(int, args.threads.split(",")):

@@ -26,7 +26,7 @@ class SyntheticCheckpoint:
 
     def __init__(self, config: ModelConfig, format: str, device: torch.device | str, seed: int = 0):
         self.config, self.format, self.device, self.seed = config, FORMATS[format], torch.device(device), seed
-        self.needs = {n.name: n for n in needs_outside_layers(config)}
+        self.block, self.needs = config.weight_block_size, {n.name: n for n in needs_outside_layers(config)}
         for layer in range(config.num_hidden_layers):
             self.needs |= {n.name: n for n in needs_of_layer(config, layer)}
 

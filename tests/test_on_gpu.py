@@ -39,9 +39,11 @@ def model():
     runtime.prepare_torch(1 << 30)
     device = torch.device("cuda", 0)
     checkpoint = Checkpoint.open(FOLDER)
-    runtime.choose_backend("cuda", checkpoint.config, [device], torch.bfloat16, "model", "auto")
-    plan = make_plan(checkpoint, [device], layers=range(checkpoint.config.num_hidden_layers), context=CONTEXT, chunk=ops.max_tokens(),
-                     dtype=torch.bfloat16, free_bytes=runtime.free_bytes, expand=False)
+    layers = range(checkpoint.config.num_hidden_layers)
+    assert runtime.choose_backend("auto", checkpoint, layers, [device], torch.bfloat16, "model", "auto") is None
+    assert ops.selected_backend() == "cuda"
+    plan = make_plan(checkpoint, [device], layers=layers, context=CONTEXT, chunk=ops.max_tokens(), dtype=torch.bfloat16,
+                     free_bytes=runtime.free_bytes, expand=False)
     yield Model(checkpoint, plan, Numerics(dtype=torch.bfloat16))
     ops.select_backend("torch")
 

@@ -10,6 +10,7 @@ import torch
 import single_shot_inference as script
 from dsv4 import runtime
 from dsv4.config import PRESETS
+from dsv4.errors import UserError
 from dsv4.machines import CONTEXT, GIB, reserved
 from tests.checkpoints import published_layout, save_sparse
 from tests.test_announced import announce
@@ -28,9 +29,11 @@ def flash(tmp_path_factory):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(count, GiB free, GiB free on the host, disk's GB free): makes this machine one with such GPUs."""
+    """gpus(count, GiB free, GiB free on the host, disk's GB free): makes this machine one with such Hopper GPUs, and nvcc."""
 
     def pretend(count, free=150, host=1000, disk=10_000):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(runtime.build, "find_nvcc", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(runtime, "free_bytes", lambda device: (host if device.type == "cpu" else free) * GIB)
@@ -53,14 +56,17 @@ def test_the_table(run, flash):  # noqa: F811
     lines = out.splitlines()
     assert (code, err) == (0, "") and max(map(len, lines)) < 140
     assert lines[0] == f"model      {flash} (flash), by its index: the shards' headers are not all here; all of 43 layers"
-    assert lines[1] == "run        131072 tokens of context, prompts in chunks of 512, bfloat16, backend torch, weights as stored"
+    assert lines[1] == ("run        131072 tokens of context, prompts in chunks of 8, bfloat16, backend cuda, weights packed for the "
+                        "kernels")
     assert lines[2] == "machine    2 x H200, assumed, 2 used: 139.72 GiB each as torch reports it, less 0.62 for the CUDA context"
     assert lines[4].split() == ["device", "layers", "weights", "caches", "scratch", "graphs", "loading", "needed", "reserve", "free", "GiB"]
     first, second, both = (line.split() for line in lines[5:8])
     assert first[:3] == ["cuda:0", "embed,", "0-21"] and second[:3] == ["cuda:1", "22-42,", "head"] and both[0] == "all"
     for i in range(1, 9):
         assert float(both[i]) == pytest.approx(float(first[i + 2]) + float(second[i + 2]), abs=0.011)
-    assert first[-1] == "139.09" and sum(map(float, first[3:6])) == pytest.approx(float(first[8]), abs=0.02)
+    assert first[-1] == "139.09"
+    weights, caches, scratch, graphs, loading, needed = map(float, first[3:9])
+    assert weights + max(loading, caches + scratch + graphs) == pytest.approx(needed, abs=0.02)
     assert lines[9] == "host       2.50 GiB needed, free: not known"
     assert lines[10].startswith("disk       168.27 GB, 0 B of it there, ") and lines[10].endswith(" free")
     assert lines[12] == "fits       up to 1048576 tokens of context on all 2 devices; the fewest such GPUs that do: 2"
@@ -71,8 +77,11 @@ def test_the_table_of_what_does_not_fit(run, flash):  # noqa: F811
     row, verdict = (next(line for line in out.splitlines() if line.startswith(start)) for start in ("cuda:0", "does not fit"))
     assert (code, err) == (4, "") and row.endswith(" missing")
     assert verdict == "does not fit: cuda:0; it fits with 2 such GPUs, or with --layers 0:37"
-    verdict = run("--plan", "--assume", "5x20", "--model", flash)[1].splitlines()[-1]
-    assert verdict.startswith("does not fit: 5 of 5 devices; it fits with 11 such GPUs, or with --layers 0:20")
+    _, out, err = run("--plan", "--assume", "5x20", "--model", flash)
+    assert err == ("note: the torch definitions run, and not the kernels: --assume: expected a GPU by its name, found GPU of 20 GiB, which "
+                   "tells no architecture\n")
+    assert out.splitlines()[1].endswith("chunks of 512, bfloat16, backend torch, weights as stored")
+    assert out.splitlines()[-1].startswith("does not fit: 5 of 5 devices; it fits with 11 such GPUs, or with --layers 0:20")
 
 
 def test_the_table_of_this_machine(run):  # noqa: F811
@@ -120,7 +129,7 @@ def test_the_object(run, flash):  # noqa: F811
         assert d["needed"] == d["weights"] + max(d["loading"], d["caches"] + d["scratch"] + d["graphs"])
         assert d["free"] == 96 * GIB - CONTEXT and d["reserved"] == reserved(d["weights"]) and d["missing"] == 0 < d["graphs"]
     assert plan["would_fit"] == {"context": 1 << 20, "devices": 2, "layers": [0, 43]}
-    code, plan = plan_of(run, "--assume", "1x8", "--model", flash)
+    code, plan = plan_of(run, "--assume", "1x8", "--backend", "torch", "--model", flash)
     check(plan, SCHEMA)
     assert code == 4 and not plan["fits"] and plan["devices"][0]["missing"] > 100 * GIB and plan["host"]["free"] is None
     needed = plan["devices"][0]["needed"] + plan["devices"][0]["reserved"]
@@ -189,10 +198,29 @@ def test_the_host_and_the_disk_of_this_machine_count(run, flash, gpus):  # noqa:
 
 def test_a_run_that_does_not_fit_says_what_would(run, gpus, tmp_path):  # noqa: F811
     gpus(1, free=1)
-    code, out, err = run("--devices", "cuda:0", "--context", 1000000, "--prefill-chunk", 64, "--prompt-ids", ",".join(["5"] * 64))
+    code, out, err = run("--devices", "cuda:0", "--backend", "torch", "--context", 1000000, "--prefill-chunk", 64, "--prompt-ids",
+                         ",".join(["5"] * 64))
     line = one_line(err)
     assert code == 4 and line.startswith("error: cuda:0: needs ") and "it fits with --context " in line
     assert line.endswith("--plan shows all of it")
+
+
+def test_a_gpu_runs_the_kernels_unless_something_else_is_asked_for(run, gpus, monkeypatch):  # noqa: F811
+    """The kernels are built before anything is loaded; why they are not taken is told in one line."""
+    def stop(what):
+        raise UserError(f"stopped at {what}")
+
+    gpus(1)
+    monkeypatch.setattr(runtime, "build_kernels", lambda devices: stop(f"the kernels for {devices[0]}"))
+    monkeypatch.setattr(runtime, "prepare_torch", lambda _: stop("the definitions"))
+    assert run(QUESTION)[2] == "error: stopped at the kernels for cuda:0\n"
+    assert run("--dtype", "bfloat16", "--activations", "bf16", QUESTION)[2] == "error: stopped at the kernels for cuda:0\n"
+    for argv, why in ((["--dtype", "float32"], "--dtype: expected bfloat16 with --backend cuda, found float32"),
+                      (["--activations", "nvfp4"], "--activations: expected bf16 with --backend cuda, which decodes on exact activations, "
+                                                   "found nvfp4")):
+        assert run(*argv, QUESTION)[2] == (f"note: the torch definitions run, and not the kernels: {why}\n"
+                                           "error: stopped at the definitions\n")
+    assert run("--backend", "torch", QUESTION)[2] == run("--devices", "cpu", QUESTION)[2] == "error: stopped at the definitions\n"
 
 
 # --------------------------------------------------------------------------------------------------- bad arguments: 2, 3

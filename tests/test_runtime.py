@@ -11,6 +11,8 @@ import torch
 from dsv4 import ops, runtime
 from dsv4.config import PRESETS
 from dsv4.errors import UserError
+from dsv4.machines import assumed
+from helpers.synthetic import SyntheticCheckpoint
 
 
 @pytest.fixture
@@ -117,31 +119,87 @@ def test_prepare_torch(layer_bytes, threads):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """One GPU, as torch would report it."""
+    """One GPU, as torch would report it, on a machine with a compiler."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setattr(runtime.build, "find_nvcc", lambda: None)
     yield [torch.device("cuda", 0)]
     ops.select_backend("torch")
 
 
-def test_the_kernels_refuse_what_they_cannot_do_before_anything_is_loaded(hopper, monkeypatch):
-    config, bf16 = PRESETS["tiny"], torch.bfloat16
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+
+def choose(backend, devices, dtype=BF16, kv_quant="model", activations="auto", machine=None, config=PRESETS["tiny"], format="nvidia",
+           layers=None):
+    """(the backend that is selected, what kept GPUs from the kernels)"""
+    ops.select_backend("torch")
+    checkpoint = SyntheticCheckpoint(config, format, "meta")
+    layers = range(config.num_hidden_layers) if layers is None else layers
+    why = runtime.choose_backend(backend, checkpoint, layers, devices, dtype, kv_quant, activations, machine)
+    return ops.selected_backend(), why
+
+
+IMPOSSIBLE = [  # for the kernels
+    ({"devices": [CPU]}, "--backend cuda: expected GPUs, found cpu"),
+    ({"dtype": torch.float32}, "--dtype: expected bfloat16 with --backend cuda, found float32"),
+    ({"kv_quant": "off"}, "--kv-quant: expected model with --backend cuda, whose caches are FP8 and FP4, found off"),
+    ({"activations": "fp8"}, "--activations: expected bf16 with --backend cuda, which decodes on exact activations, found fp8"),
+    ({"config": replace(PRESETS["tiny"], index_n_heads=32)}, "expected index_n_heads to be 64, which the kernels are written for, fou"),
+    ({"machine": assumed("2xRTX PRO 6000")}, "compute capability 9.0, 10.0 or 10.3, found RTX PRO 6000 with 12.0"),
+]
+
+
+@pytest.mark.parametrize("arguments,message", IMPOSSIBLE)
+def test_the_kernels_refuse_what_they_cannot_do_before_anything_is_loaded(hopper, arguments, message):
+    """Asked for by name in one line; and not taken where the choice is free, which says why, but where nobody thinks of a GPU."""
+    arguments = {"devices": hopper} | arguments
+    with pytest.raises(UserError) as caught:
+        choose("cuda", **arguments)
+    text = str(caught.value)
+    assert message in text and text.endswith(": run with --backend torch") and "\n" not in text and ops.selected_backend() == "torch"
+    backend, why = choose("auto", **arguments)
+    assert backend == "torch" and (why is None if arguments["devices"] == [CPU] else why == text.removesuffix(": run with --backend torch"))
+
+
+def test_a_gpu_that_the_kernels_do_not_know(hopper, monkeypatch):
+    """One among several is enough."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if device.index == 0 else 8, 0))
+    assert choose("cuda", hopper) == choose("auto", hopper) == ("cuda", None)
+    both = [*hopper, torch.device("cuda", 1)]
+    with pytest.raises(UserError, match="compute capability 9.0, 10.0 or 10.3, found H200 with 8.0: run with --backend torch$"):
+        choose("cuda", both)
+    assert choose("auto", both) == ("torch", "--backend cuda: expected a GPU of compute capability 9.0, 10.0 or 10.3, found H200 with 8.0")
+
+
+def test_where_the_choice_is_free_the_kernels_run_on_what_surely_works(hopper, monkeypatch):
+    """An unknown GPU, weights that bf16 may not hold, no compiler: by name they are tried."""
+    for format in ("nvidia", "official", "compressed-tensors", "all-nvfp4", "base-fp8", "bf16"):
+        assert choose("auto", hopper, format=format) == ("cuda", None)
+    assert choose("torch", hopper) == ("torch", None)
+    for machine in ("8xH100", "8xB200", "4xB300"):
+        assert choose("auto", hopper, machine=assumed(machine)) == ("cuda", None)
+    odd = replace(PRESETS["tiny"], weight_block_size=(64, 64))
     for arguments, message in (
-        ((config, [torch.device("cpu")], bf16, "model", "auto"), "--backend cuda: expected GPUs, found cpu"),
-        ((config, hopper, torch.float32, "model", "auto"), "--dtype: expected bfloat16 with --backend cuda, found float32"),
-        ((config, hopper, bf16, "off", "auto"), "--kv-quant: expected model with --backend cuda"),
-        ((config, hopper, bf16, "model", "fp8"), "--activations: expected bf16 with --backend cuda"),
-        ((replace(config, index_n_heads=32), hopper, bf16, "model", "auto"), "expected index_n_heads to be 64"),
+        ({"machine": assumed("2x96")}, "--assume: expected a GPU by its name, found GPU of 96 GiB, which tells no architecture"),
+        ({"format": "f32"}, "head: expected a weight in BF16, FP8, NVFP4 or MXFP4, found F32, which bf16 may not hold"),
+        ({"config": odd}, "layers.0.attn.wq_a: expected FP8 blocks of a multiple of 8 rows and 128 columns, found 64x64"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
-            runtime.choose_backend("cuda", *arguments)
-        assert "\n" not in str(caught.value) and ops.selected_backend() == "torch"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UserError, match="compute capability 9.0, 10.0 or 10.3, found H200 with 8.0"):
-        runtime.choose_backend("cuda", config, hopper, bf16, "model", "bf16")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    runtime.choose_backend("cuda", config, hopper, bf16, "model", "bf16")
-    assert ops.selected_backend() == "cuda"
+        assert choose("auto", hopper, **arguments) == ("torch", message)
+        assert choose("cuda", hopper, **arguments) == ("cuda", None)
+    stored = SyntheticCheckpoint.stored
+    monkeypatch.setattr(SyntheticCheckpoint, "stored", lambda self, need: stored(self, need)._replace(kind="mxfp4")
+                        if need.name == "layers.2.ffn.experts.5.w3" else stored(self, need))
+    message = "layers.2.ffn.experts.5.w3: expected the experts of a layer in one format, nvfp4, found mxfp4"
+    assert choose("auto", hopper) == ("torch", message) and choose("auto", hopper, layers=range(3, 6)) == ("cuda", None)
+
+    def missing():
+        raise UserError("kernels: expected nvcc, found none: install it")
+
+    monkeypatch.setattr(SyntheticCheckpoint, "stored", stored)
+    monkeypatch.setattr(runtime.build, "find_nvcc", missing)
+    assert choose("auto", hopper) == ("torch", "kernels: expected nvcc, found none: install it")
+    assert choose("auto", hopper, machine=assumed("8xH200")) == ("cuda", None)  # whose compiler nobody knows
 
 
 def test_all_kernels_are_built_for_the_devices_that_there_are(hopper, monkeypatch):
