@@ -2,16 +2,18 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dsv4 import runtime
+from dsv4 import ops, runtime
 from dsv4.config import PRESETS
 from dsv4.errors import UserError
-from dsv4.kernels import linear
-from helpers import bench_decode
+from dsv4.kernels import launch, linear
+from helpers import bench_decode, replayed, timing
 from helpers.make_checkpoint import FORMATS
+from helpers.replayed import cold, recording, storage, storages
 from helpers.synthetic import SyntheticCheckpoint
 
 
@@ -33,36 +35,158 @@ def test_long_context_and_several_tokens_read_more():
     assert 7.5 < (eight["moe"] - 66.1e6) / (short["moe"] - 66.1e6) < 8  # a few of 48 choices fall on the same expert
 
 
-def test_every_operation_of_a_layer_has_its_row(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("ratio,context,tokens,expected", [
+    (0, 4096, 1, [(1, 4095)]), (4, 4096, 1, [(3 / 4, 4094), (1 / 4, 4095)]), (128, 4096, 1, [(127 / 128, 4094), (1 / 128, 4095)]),
+    (4, 4097, 1, [(3 / 4, 4094), (1 / 4, 4095)]), (128, 4096, 8, [(15 / 16, 4094), (1 / 16, 4095)]), (4, 4096, 8, [(1, 4095)]),
+    (4, 4096, 4, [(1, 4095)]), (128, 127, 1, [(1, 126)]), (128, 128, 1, [(127 / 128, 126), (1 / 128, 127)]),
+])
+def test_cases_of_a_step(ratio, context, tokens, expected):
+    """Over all positions a step of so many tokens closes a block as often as its case says, and at the position of the case."""
+    found = bench_decode.cases(ratio, context, tokens)
+    assert [(case.share, case.last) for case in found] == expected and len({case.name for case in found}) == len(found)
+
+    def closes(last):
+        return bool(ratio) and any((p + 1) % ratio == 0 for p in range(last - tokens + 1, last + 1))
+
+    if len(found) == 2:
+        assert not closes(found[0].last) and closes(found[1].last) and all(case.last - tokens + 1 >= 0 for case in found)
+        assert sum(closes(last) for last in range(1000, 1000 + 128)) / 128 == found[1].share
+    elif context >= ratio:
+        assert all(closes(last) == bool(ratio) for last in range(1000, 1000 + 128))
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A few calls: the numbers mean nothing anyway."""
     for name, few in (("CALLS", 2), ("WARM", 1), ("TIMED", 3)):
-        monkeypatch.setattr(bench_decode, name, few)
+        monkeypatch.setattr(timing, name, few)
+
+
+def test_every_operation_of_a_layer_has_its_row(tmp_path, capsys, short):
     path = tmp_path / "out.json"
-    assert bench_decode.main(["--preset", "tiny", "--device", "cpu", "--context", "700", "--json", str(path)]) == 0
-    out = capsys.readouterr().out.splitlines()
-    results = {r["row"]: r for r in json.loads(path.read_text())["results"]}
-    assert len(out) == 2 + len(results)
-    assert {"SWA layer", "HCA layer", "CSA layer", "head and sampler", "model, 8 GPUs in a row"} <= results.keys()
+    assert bench_decode.main(["--preset", "tiny", "--device", "cpu", "--context", "700,1500", "--json", str(path)]) == 0
+    out, told = capsys.readouterr().out.splitlines(), json.loads(path.read_text())
+    results, later = ({r["row"]: r for r in told["results"] if r["context"] == context} for context in (700, 1500))
+    assert len(out) == 1 + 2 + len(results) + len(later) + 2 and len(results) + len(later) == len(told["results"])
+    for found in (results, later):
+        assert {"SWA layer", "HCA layer", "CSA layer", "model, 8 GPUs in a row"} <= found.keys()
+        for kind, ratio in (("HCA", 128), ("CSA", 4)):
+            open_, closing = found[f"{kind} layer, no block closes"], found[f"{kind} layer, a block closes (1 step in {ratio})"]
+            assert closing["share"] == 1 - open_["share"] == 1 / ratio
+            assert found[f"{kind} layer"]["us"] == pytest.approx(open_["us"] * (1 - 1 / ratio) + closing["us"] / ratio)
     indexer = {"index_scores", "select_entries"}
     for kind, missing in (("SWA", indexer), ("HCA", indexer), ("CSA", set())):
         rows = {row for rows in bench_decode.ROWS.values() for row in rows} - missing
-        assert {name.split(": ")[1] for name in results if name.startswith(f"{kind}: ")} == rows
+        assert {name.split(": ")[1].split(",")[0] for name in results if name.startswith(f"{kind}: ")} == rows
+        assert sum(name.startswith(f"{kind}: update_caches") for name in results) == (1 if kind == "SWA" else 2)
         layer = sum(r["bytes"] for name, r in results.items() if name.startswith(f"{kind}: "))
         assert layer == results[f"{kind} layer"]["bytes"]
-    model, config = results["model, 8 GPUs in a row"], PRESETS["tiny"]
-    layers = [results[f"{config.kind(n)} layer"] for n in range(6)]
-    assert model["bytes"] == sum(r["bytes"] for r in layers) + results["head and sampler"]["bytes"]
-    assert model["us"] == pytest.approx(sum(r["us"] for r in layers) + results["head and sampler"]["us"] + 7 * bench_decode.HOP_US)
-    assert all(r["us"] > 0 and r.get("p10", 0) <= r["us"] <= r.get("p90", r["us"]) for r in results.values())
+    assert {name for name in later if ": " in name} == {"HCA: attention", "CSA: index_scores", "CSA: select_entries"}  # which read more
+    assert {name for name in results if name.startswith("end: ")} == {"end: hc_head", "end: head", "end: sample"}
+    assert {name for name in results if name.startswith("alone: ")} == {
+        "alone: wo_b, fp8", "alone: wq_b, fp8", "alone: shared w1 + w3, fp8", "alone: shared w2, fp8", "alone: 2 experts, nvfp4"}
+    config, ends = PRESETS["tiny"], [results["head and sampler"], results["start and end of a share"]]
+    for found in (results, later):
+        model, layers = found["model, 8 GPUs in a row"], [found[f"{config.kind(n)} layer"] for n in range(6)]
+        assert model["bytes"] == sum(r["bytes"] for r in layers) + ends[0]["bytes"]
+        assert model["us"] == pytest.approx(sum(r["us"] for r in layers) + ends[0]["us"] + 8 * ends[1]["us"] + 7 * bench_decode.HOP_US)
+    assert all(r["us"] > 0 and r.get("p10", 0) <= r["us"] <= r.get("p90", r["us"]) for r in told["results"])
+    (grown,) = told["growth"]
+    first, second = (found["model, 8 GPUs in a row"] for found in (results, later))
+    assert grown == {"from": 700, "to": 1500, "us": pytest.approx(second["us"] / first["us"] - 1),
+                     "floor": pytest.approx(second["bytes"] / first["bytes"] - 1)} and grown["floor"] > 0
 
 
 def test_recording_sees_every_call_and_leaves_no_trace():
     from dsv4 import ops
     from dsv4.ops import backend
 
-    with bench_decode.recording() as calls:
+    with recording() as calls:
         ops.pack_weights((1,))
         ops.new_keys(1, 2, torch.float32, "cpu")
-    assert [name for name, *_ in calls] == ["pack_weights", "new_keys"] and calls[0][1]() == (1,) and not backend._chosen
+    assert [call.name for call in calls] == ["pack_weights", "new_keys"] and calls[0]() == (1,) and not backend._chosen
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """(a bench, the operations of a CSA layer) with the kernels' wrappers, whose kernels compute nothing."""
+    monkeypatch.setattr(launch, "emulator", lambda kernel, values: 0)
+    bench = bench_decode.Bench(PRESETS["tiny"], "nvidia", torch.device("cpu"), 700, 1, "cuda")
+    bench.model.numerics = replace(bench.model.numerics, dtype=torch.bfloat16)
+    bench.X, step = bench.X.bfloat16(), bench.step()
+    with torch.inference_mode(), recording() as calls:
+        n = bench.kinds["CSA"][0]
+        bench.model.layers[n](bench_decode.Streams(bench.X, bench.pending()), step, bench.cache.layers[n])
+    yield bench, calls, storages(bench.X, vars(step), [call.result for call in calls])
+    ops.select_backend("torch")
+
+
+def test_copies_are_of_what_is_read_and_of_nothing_that_the_step_made(recorded, monkeypatch):
+    """As many as it takes, within the memory for them; weights and caches are others, activations the same."""
+    bench, calls, keep = recorded
+    gpu, read = torch.device("cuda"), bench.read("CSA")
+    by_name = {call.name: call for call in calls}
+    monkeypatch.setattr(replayed, "COLD", 5 * read["wo_a"])
+    copies = cold(gpu, [by_name["grouped_linear"]], read["wo_a"], keep, 8)
+    assert len(copies) == 5 and len({storage(copy.args[1].data) for copy in copies}) == 5
+    assert len({storage(copy.args[0]) for copy in copies}) == 1 and all(torch.equal(c.args[1].data, copies[0].args[1].data) for c in copies)
+    assert all(copy() is not None for copy in copies)  # they can be called
+    attention = cold(gpu, [by_name["attention"]], -(-replayed.COLD // 3), keep, 8)
+    ours, theirs = attention[0].args, attention[2].args
+    shared = [storages(a) == storages(b) for a, b in zip(ours, theirs, strict=True) if storages(a)]
+    assert len(attention) == 3 and shared == [True, False, True, True, True, False, False, True]  # but sink, window and entries
+    assert cold(gpu, [by_name["update_caches"]], 0, keep, 8) == [by_name["update_caches"]]  # which reads nothing to speak of
+    assert cold(torch.device("cpu"), [by_name["grouped_linear"]], read["wo_a"], keep, 8) == [by_name["grouped_linear"]]
+    monkeypatch.setattr(replayed, "COPIES", copies[0].args[1].data.numel() * 2 + 1000)
+    assert len(cold(gpu, [by_name["grouped_linear"]], read["wo_a"], keep, 8)) == 3
+    monkeypatch.setattr(replayed, "MOST_CALLS", 2)
+    assert len(cold(gpu, [by_name["grouped_linear"]], read["wo_a"], keep, 8)) == 2
+
+
+def test_of_a_layers_experts_others_are_chosen(recorded, monkeypatch):
+    bench, calls, keep = recorded
+    moe = next(call for call in calls if call.name == "moe")
+    copies = cold(torch.device("cuda"), [moe], replayed.COLD // 4, keep, 8)
+    assert len(copies) == 4 and len({storage(copy.args[1].up_routed) for copy in copies}) == 1
+    chosen = [set(copy.args[2].flatten().tolist()) for copy in copies[1:]]
+    assert chosen == [{2, 3}, {4, 5}, {6, 7}] and all(copy.args[2].dtype == torch.int32 for copy in copies)
+    several = replayed.other_experts(torch.zeros(8, 6, dtype=torch.int32), 384, 3)
+    assert several.shape == (8, 6) and several.max() < 384 and all(len(set(row)) == 6 for row in several.tolist())
+
+
+def test_products_are_those_of_a_row():
+    """The elements of torch's products are those of the weights that a row reads; of experts, of as many as are read."""
+    checkpoint, c = SyntheticCheckpoint(PRESETS["pro"], "bf16", "meta"), PRESETS["pro"]
+    for layer in (1, 2):
+        read = bench_decode.step_bytes(checkpoint, layer, 4096, 1)
+        for row in read:
+            shapes = bench_decode.products(checkpoint, layer, row, 1)
+            size = sum(2 * a * b * d for a, b, d in shapes)
+            assert size == (read[row] if row in ("projections of x", "projections of q", "wo_a", "wo_b", "router", "moe") else 0), row
+    assert bench_decode.products(checkpoint, 2, "projections of x", 1) == [(1, 1536 + 512 + 2 * 1024 + 2 * 256 + 64, 7168)]
+    assert bench_decode.products(checkpoint, 1, "wo_a", 1) == [(c.o_groups, c.o_lora_rank, 128 * 512 // c.o_groups)]
+    assert bench_decode.products(checkpoint, 1, "moe", 8)[0][0] == 1 + round(384 * (1 - (1 - 6 / 384) ** 8))
+
+
+def test_torchs_products_have_these_shapes(monkeypatch):
+    monkeypatch.setattr(replayed, "COLD", 2 * (6 * 10 * 8 + 3 * 10) * 3)
+    calls = replayed.bf16_products([(6, 10, 8), (1, 3, 10)], 5, torch.device("cpu"))
+    assert len(calls) == 3 and [tuple(y.shape) for y in calls[0]()] == [(6, 5, 10), (5, 3)]
+
+
+def test_a_kernels_share_of_a_chain_is_from_the_end_before_it_to_its_own():
+    """Of overlapping kernels: each call ends its first after 3 and its second 1 later, whenever they began."""
+    spans = [(0, 3), (1, 4), (2, 7), (4.5, 8), (5, 11), (8, 12)]
+    assert timing.shares_of_kernels(spans, 3) == pytest.approx([3 / 4, 1 / 4])
+    assert timing.shares_of_kernels(spans, 6) == [1] and timing.shares_of_kernels(spans, 4) == []
+    assert timing.shares_of_kernels(None, 3) == timing.shares_of_kernels([], 3) == []
+
+
+def test_the_table_marks_what_may_come_from_l2():
+    row = {"us": 10.0, "p10": 9.0, "p90": 11.0, "kernels": 2}
+    lines = bench_decode.table([{"row": "near", "bytes": 10**6, "apart": 10**7} | row, {"row": "far", "bytes": 10**6, "apart": 10**9} | row,
+                                {"row": "none", "bytes": 0, "apart": 0} | row], 4.3)
+    assert [line.split()[1] == "*" for line in lines[1:]] == [True, False, False]
 
 
 def refused(module, argv, monkeypatch, capsys) -> str:
@@ -108,7 +232,9 @@ def test_the_name_of_a_picture_says_its_kind(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--context", "2", "--tokens", "8"], "--tokens: expected at most --context, 2, found 8"),
+    (["--context", "4096,8", "--tokens", "8"], "--tokens: expected fewer than --context, 8, found 8"),
+    (["--context", "4096,1048577"], "--context: expected at most the model's 1048576 positions, found 1048577"),
+    *((["--context", x], f"expected different numbers of tokens such as 4096,1048576, found '{x}'") for x in ("", "0", "7,7", "1,x", "-5")),
     *((["--roof", x], f"--roof: expected a finite number above 0, found '{x}'") for x in ("0", "-1", "nan", "inf", "1e400", "much")),
     (["--format", "fp5"], "--format: invalid choice: 'fp5'"),
 ])
@@ -134,9 +260,8 @@ def test_the_formats_are_those_that_the_kernels_take(format, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("format", [name for name, form in FORMATS.items() if form.plain == torch.float32])
-def test_every_format_runs_on_a_cpu(format, monkeypatch):
-    for name, few in (("CALLS", 2), ("WARM", 0), ("TIMED", 1), ("COLD", 1)):
-        monkeypatch.setattr(bench_decode, name, few)
+def test_every_format_runs_on_a_cpu(format, monkeypatch, short):
+    monkeypatch.setattr(replayed, "COLD", 1)
     assert bench_decode.main(["--preset", "tiny", "--device", "cpu", "--context", "130", "--format", format, "--no-ops"]) == 0
 
 
