@@ -9,6 +9,8 @@ import torch
 from .. import ops
 from ..config import ModelConfig
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+
 
 class Rope:
     """The two kinds of angles: plain with rope_theta in SWA layers; compress_rope_theta with YaRN for everything in a layer with
@@ -16,22 +18,24 @@ class Rope:
 
     def __init__(self, config: ModelConfig):
         dim = config.qk_rope_head_dim
-        self.ratios = sorted(set(config.compress_ratios))
-        self._of_device: dict[tuple[bool, torch.device], torch.Tensor] = {}  # so that a step copies nothing from the host
-        self.plain = ops.rope_frequencies(dim, config.rope_theta)
-        self.compressed = ops.rope_frequencies(
+        plain = ops.rope_frequencies(dim, config.rope_theta)
+        compressed = ops.rope_frequencies(
             dim, config.compress_rope_theta, factor=config.rope_factor, original_length=config.rope_original_length,
             beta_fast=config.rope_beta_fast, beta_slow=config.rope_beta_slow)
+        self.ratios = sorted(set(config.compress_ratios))
+        self.kinds = list(dict.fromkeys([(bool(r), 1) for r in self.ratios] + [(True, r) for r in self.ratios if r]))
+        self._frequencies = torch.stack([compressed if with_compressor else plain for with_compressor, _ in self.kinds])[:, None]
+        self._blocks = torch.tensor([block for _, block in self.kinds])[:, None]
+        self._of_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # so that a step copies nothing from the host
 
-    def table(self, ratio: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, fp32 [len(positions), rope/2], for a layer of this compress ratio."""
-        key = bool(ratio), positions.device
-        if key not in self._of_device:
-            self._of_device[key] = (self.compressed if ratio else self.plain).to(positions.device)
-        return ops.rope_table(positions, self._of_device[key])
-
-
-Angles = tuple[torch.Tensor, torch.Tensor]
+    def angles(self, positions: torch.Tensor) -> dict[tuple[bool, int], Angles]:
+        """cos and sin, fp32 [len(positions), rope/2] each, by (whether the layer has a compressor, tokens of a block): of the first token
+        of each position's block. All of them together, as in a decode step each launch costs a microsecond or two."""
+        if positions.device not in self._of_device:
+            self._of_device[positions.device] = self._frequencies.to(positions.device), self._blocks.to(positions.device)
+        frequencies, blocks = self._of_device[positions.device]
+        cos, sin = ops.rope_table(positions // blocks * blocks, frequencies)
+        return {kind: (cos[i], sin[i]) for i, kind in enumerate(self.kinds)}
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,8 @@ class Step:
     @classmethod
     def at(cls, positions: torch.Tensor, ids: torch.Tensor, rope: Rope) -> Step:
         """The step of these tokens at these positions."""
-        plain = rope.table(0, positions)
-        compressed = rope.table(4, positions) if any(rope.ratios) else plain
-        blocks = {r: rope.table(r, positions // r * r) for r in rope.ratios if r}
-        return cls(ids, positions, {r: compressed if r else plain for r in rope.ratios}, blocks)
+        angles = rope.angles(positions)
+        return cls(ids, positions, {r: angles[bool(r), 1] for r in rope.ratios}, {r: angles[True, r] for r in rope.ratios if r})
 
     def angles(self, ratio: int) -> Angles:
         """The tokens' own, in a layer of this compress ratio."""

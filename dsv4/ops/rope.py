@@ -24,9 +24,9 @@ def rope_frequencies(dim: int, theta: float, *, factor: float = 1.0, original_le
 
 
 def rope_table(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each fp32 [len(positions), dim/2]. The angle is the fp32 product t * f, as in the official code: at t near 1M
-    it is off by up to 0.03 rad, and the model was trained with that."""
-    angles = positions.to(torch.float32)[:, None] * frequencies.to(positions.device)
+    """(cos, sin), each fp32 [..., dim/2], of positions [...] and frequencies [dim/2], or such as broadcast to the result. The angle is the
+    fp32 product t * f, as in the official code: at t near 1M it is off by up to 0.03 rad, and the model was trained with that."""
+    angles = positions.to(torch.float32)[..., None] * frequencies.to(positions.device)
     return angles.cos(), angles.sin()
 
 

@@ -2,13 +2,14 @@
 
 import cmath
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dsv4 import ops
 from dsv4.config import PRESETS
-from dsv4.layers.step import Rope
+from dsv4.layers.step import Rope, Step
 
 POSITIONS = [0, 1, 3, 4, 127, 128, 1023, 65535]
 
@@ -61,14 +62,29 @@ def test_trap_07_cos_and_sin_are_fp32_and_the_angle_is_the_fp32_product():
 
 
 def test_trap_07_the_layers_without_a_compressor_have_the_plain_base():
-    rope = Rope(PRESETS["pro"])
-    t = torch.tensor([100])
+    config = replace(PRESETS["pro"], compress_ratios=(0, *PRESETS["pro"].compress_ratios[1:]))
+    step = Step.at(torch.tensor([100]), torch.tensor([7]), Rope(config))
     for ratio in (0, 4, 128):
         want = slow_frequencies(64, 160000.0, 16.0) if ratio else slow_frequencies(64, 10000.0)
-        cos, sin = rope.table(ratio, t)
+        cos, sin = step.angles(ratio)
         # The angle is at most 100 rad, its fp32 error 100 * 2e-6 (test_frequencies).
         torch.testing.assert_close(cos[0].double(), torch.tensor([math.cos(100 * f) for f in want], dtype=torch.float64), rtol=0, atol=2e-4)
         torch.testing.assert_close(sin[0].double(), torch.tensor([math.sin(100 * f) for f in want], dtype=torch.float64), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("ratios", [(0,), (4,), (128, 4), (0, 4, 128)])
+def test_a_steps_angles_are_those_of_its_tokens_and_of_their_blocks(ratios):
+    """Bit for bit those of one table at a time; blocks' entries stand at the block's first token."""
+    config = replace(PRESETS["pro"], num_hidden_layers=len(ratios), compress_ratios=ratios)
+    t = torch.tensor([0, 3, 4, 5, 127, 128, 131, 65535, 1048575])
+    step = Step.at(t, torch.zeros_like(t), Rope(config))
+    of_kind = [ops.rope_frequencies(64, config.rope_theta), ops.rope_frequencies(
+        64, config.compress_rope_theta, factor=config.rope_factor, original_length=config.rope_original_length)]
+    assert set(step.of_tokens) == set(ratios) and set(step.of_blocks) == set(ratios) - {0}
+    for ratio in ratios:
+        for got, positions in ((step.angles(ratio), t), *([(step.block_angles(ratio), t - t % ratio)] if ratio else [])):
+            for a, b in zip(got, ops.rope_table(positions, of_kind[ratio > 0]), strict=True):
+                assert torch.equal(a, b) and a.is_contiguous()
 
 
 def slow_rotate(vector, angles, inverse):
