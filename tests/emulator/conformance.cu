@@ -198,3 +198,21 @@ extern "C" int conformance_scalars(const float* x, const int* k, int* out, int n
     LAUNCH(scalars, dim3(1), dim3(128), 0, stream, x, k, out, n);
     return cudaGetLastError();
 }
+
+// Each of n blocks leaves 64 values of x in `values` and counts up to `most`, which out[1, block] gets the old value of; the last of them to
+// arrive at counters[1] leaves the sums in out[0].
+__global__ void arrivals(const int* x, int* values, unsigned* counters, int* out, int most) {
+    DYN_SMEM(bool, last);
+    grid_dependency_wait();
+    const int t = threadIdx.x, n = gridDim.x;
+    values[blockIdx.x * 64 + t] = x[blockIdx.x * 64 + t];
+    if (t == 0) out[n + blockIdx.x] = int(atomic_inc_fenced(counters, most));
+    if (!last_to_arrive(counters + 1, n, last)) return;
+    int sum = 0;
+    for (int b = 0; b < n; b++) sum += __ldcg(values + b * 64 + t);
+    for (int i = t; i < n; i += 64) out[i] = i == t ? sum : 0;
+}
+extern "C" int conformance_arrivals(const int* x, int* values, unsigned* counters, int* out, int n, int most, cudaStream_t stream) {
+    LAUNCH(arrivals, dim3(n), dim3(64), sizeof(bool), stream, x, values, counters, out, most);
+    return cudaGetLastError();
+}

@@ -66,9 +66,12 @@ void launch(const char* name, dim3 grid, dim3 block, unsigned cluster, size_t sh
             size_t closure_bytes);
 void sync_block(const char* file, int line);
 void named_barrier(int id, unsigned threads, bool wait, const char* file, int line);
-// Checks an access that no instruction of the kernel makes: an atomic's (a read and a write in one), or those of the functions below.
+// Checks an access that no instruction of the kernel makes: an atomic's (a read and a write in one), or those of the functions below. What
+// atomics and fences say to other blocks is in runtime.cpp.
 enum class Access { kRead, kWrite, kAtomic };
 void access(const void* address, size_t size, Access kind, unsigned alignment, const char* what, const void* place);
+void atomic(const void* address, size_t size, const char* what, const void* place);
+void fence();
 bool make_map(TensorMap* map, int element_bytes, const void* address, unsigned width, unsigned height, size_t row_bytes, unsigned box_width,
               unsigned box_height, Swizzle swizzle);
 void tensor_load(void* shared, const void* map, int x, int y, uint64_t* bar);
@@ -195,8 +198,8 @@ inline cudaError_t cudaGetLastError() { return emu::last_error(); }
 __forceinline__ void __syncthreads(EMU_SITE) { emu::sync_block(file, line); }
 __forceinline__ void bar_sync(int id, int threads, EMU_SITE) { emu::named_barrier(id, threads, true, file, line); }
 __forceinline__ void bar_arrive(int id, int threads, EMU_SITE) { emu::named_barrier(id, threads, false, file, line); }
-__forceinline__ void __threadfence() {}  // what orders memory here is barriers
-__forceinline__ void __threadfence_block() {}
+__forceinline__ void __threadfence() { emu::fence(); }  // orders blocks, with an atomic before or behind it
+__forceinline__ void __threadfence_block() {}  // what orders a block's threads here is barriers
 
 // Warp collectives. Of these only __syncwarp orders the lanes' accesses to memory.
 constexpr int warpSize = 32;
@@ -242,7 +245,7 @@ EMU_REDUCE(__reduce_xor_sync, unsigned, Xor)
 // Atomics: a thread is switched only where it waits, so plain code is atomic. They return the old value.
 #define EMU_ATOMIC(name, expression)                                                                   \
     template <class T> EMU_UNCHECKED T name(T* address, std::common_type_t<T> value) {                 \
-        emu::access(address, sizeof(T), emu::Access::kAtomic, sizeof(T), #name, __builtin_return_address(0)); \
+        emu::atomic(address, sizeof(T), #name, __builtin_return_address(0));                           \
         T old = *address;                                                                              \
         *address = expression;                                                                         \
         return old;                                                                                    \
@@ -255,9 +258,10 @@ EMU_ATOMIC(atomicAnd, old & value)
 EMU_ATOMIC(atomicOr, old | value)
 EMU_ATOMIC(atomicXor, old ^ value)
 EMU_ATOMIC(atomicExch, value)
+EMU_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 #undef EMU_ATOMIC
 template <class T> EMU_UNCHECKED T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> value) {
-    emu::access(address, sizeof(T), emu::Access::kAtomic, sizeof(T), "atomicCAS", __builtin_return_address(0));
+    emu::atomic(address, sizeof(T), "atomicCAS", __builtin_return_address(0));
     T old = *address;
     if (old == expected) *address = value;
     return old;
@@ -472,6 +476,13 @@ __forceinline__ uint4 load_stream(const void* p) {
 __forceinline__ void grid_dependency_wait() { emu::grid_wait(); }
 __forceinline__ void grid_dependency_launch() {}
 template <class T> __forceinline__ void worked_out(T*&) {}
+
+__forceinline__ unsigned atomic_inc_fenced(unsigned* counter, unsigned most) {
+    __threadfence();
+    const unsigned old = atomicInc(counter, most);
+    __threadfence();
+    return old;
+}
 
 __forceinline__ unsigned cluster_rank() { return emu::cluster_rank(); }
 __forceinline__ unsigned cluster_size() { return emu::cluster_size(); }

@@ -41,6 +41,8 @@ enum Fault {
     kTensorLanes, kTensorUnwritten, kTensorOverwritten,
     // whole numbers, and a named barrier of two groups
     kDivideByZero, kRemainderOfZero, kNamedHalves, kNamedAhead, kNamedTwice,
+    // the last block to arrive
+    kArriveUnfenced, kArriveUnseen, kArriveNoBarrier,
 };
 
 struct __attribute__((packed)) Unaligned { float value; };  // an access that promises no alignment
@@ -441,6 +443,39 @@ __global__ void tensor_memory(const float* x, float* out, int fault) {
     if (warp == 0 && fault != kTensorNotFreed && fault != kTensorNoCommit) tensor_free(d, 32);
 }
 
+// Each block leaves 63 values of x in `out`; the last to arrive, by the counter in out[63], puts their sums in the place of all.
+__global__ void clear(float* out) {
+    grid_dependency_wait();
+    if (threadIdx.x == 0) *reinterpret_cast<unsigned*>(out + 63) = 0;
+}
+__global__ void arrivals(const float* x, float* out, int fault) {
+    DYN_SMEM(bool, last);
+    grid_dependency_wait();
+    const int t = threadIdx.x, mine = blockIdx.x * 64 + t, blocks = gridDim.x;
+    unsigned* counter = reinterpret_cast<unsigned*>(out + 63);
+    if (mine != 63) out[mine] = x[mine];
+    if (fault == kNone) {
+        if (!last_to_arrive(counter, blocks, last)) return;
+    } else {
+        if (fault != kArriveNoBarrier) __syncthreads();
+        if (t == 0) {
+            if (fault != kArriveUnfenced) __threadfence();
+            *last = atomicAdd(counter, 1u) == unsigned(blocks) - 1;
+            if (fault != kArriveUnseen) __threadfence();
+        }
+        __syncthreads();
+        if (!*last) return;
+    }
+    float sum = 0;
+    for (int b = 0; b < blocks && t < 63; b++) sum += __ldcg(out + b * 64 + t);
+    for (int b = 0; b < blocks && t < 63; b++) out[b * 64 + t] = sum;
+}
+static cudaError_t launch_arrivals(const float* x, float* out, int blocks, int fault, cudaStream_t stream) {
+    LAUNCH(clear, dim3(1), dim3(32), 0, stream, out);
+    LAUNCH(arrivals, dim3(blocks), dim3(64), sizeof(bool), stream, x, out, fault);
+    return cudaGetLastError();
+}
+
 static cudaError_t launch_tensor(const float* x, float* out, int fault, cudaStream_t stream) {
     TensorMap map;
     if (make_tensor_map(&map, 2, x, 16, 16, 32, 16, 8, Swizzle::kNone) != cudaSuccess) return cudaErrorInvalidValue;
@@ -451,6 +486,7 @@ static cudaError_t launch_tensor(const float* x, float* out, int fault, cudaStre
 
 extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStream_t stream) {
     const int n = 64, bytes = n * sizeof(float);
+    if (fault >= kArriveUnfenced) return launch_arrivals(x, out, blocks, fault, stream);
     if (fault == kNamedHalves) LAUNCH(halves, dim3(1), dim3(2 * n), 2 * bytes, stream, x, out, fault);
     else if (fault == kNamedAhead || fault == kNamedTwice) LAUNCH(rounds, dim3(1), dim3(n), bytes, stream, x, out, fault);
     else if (fault >= kDivideByZero) LAUNCH(divisions, dim3(1), dim3(n), 0, stream, x, out, fault);
@@ -503,6 +539,7 @@ extern "C" int right_forms(const float* x, float* out, int which, cudaStream_t s
     if (which == 11) LAUNCH(rounds, dim3(1), dim3(n), bytes, stream, x, out, fault);
     if (which == 12) LAUNCH(divisions, dim3(1), dim3(n), 0, stream, x, out, fault);
     if (which == 8) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
+    if (which == 13) return launch_arrivals(x, out, 2, fault, stream);
     return cudaGetLastError();
 }
 

@@ -75,22 +75,53 @@ constexpr unsigned kPoison = 0xFF;            // NaN as fp32 and bf16, -1 as an 
 constexpr long kMaxBytes = (1 << 20) - 1;     // what an mbarrier can expect
 constexpr uint64_t kMbarrier = 0x6d62617272696572;  // the bytes of an mbarrier, xor its address
 
-// ---- What threads know of each other. A thread's life is cut into stretches, from one release (an arrival at a barrier) to the next. A
-// clock has at [u] the last stretch of thread u that is known to be over; null: nothing is known. Shared, as a barrier gives all its
-// threads the same.
-using Clock = std::shared_ptr<const std::vector<uint32_t>>;
+// ---- What threads know of each other. A thread's life is cut into stretches, from one release (an arrival at a barrier, a fence) to the
+// next. A clock has at [u] the last stretch of thread u of the cluster that is known to be over, and in `others` the same of the launch's
+// other clusters, by number; null: nothing is known. Shared, as a barrier gives all its threads the same.
+using Stretches = std::vector<uint32_t>;
+using Others = std::shared_ptr<const std::vector<std::shared_ptr<const Stretches>>>;
+struct Known : Stretches {
+    using Stretches::Stretches;
+    Others others;
+};
+using Clock = std::shared_ptr<const Known>;
 
-bool covers(const Clock& a, const Clock& b) {
-    if (!b || a == b) return true;
-    if (!a || a->size() < b->size()) return false;
-    for (size_t i = 0; i < b->size(); i++) if ((*a)[i] < (*b)[i]) return false;
+uint32_t last_over(const Stretches& s, size_t i) { return i < s.size() ? s[i] : 0; }
+bool covers(const Stretches& a, const Stretches& b) {
+    for (size_t i = 0; i < b.size(); i++) if (last_over(a, i) < b[i]) return false;
     return true;
 }
+void include(Stretches& to, const Stretches& from) {
+    if (to.size() < from.size()) to.resize(from.size());
+    for (size_t i = 0; i < from.size(); i++) to[i] = std::max(to[i], from[i]);
+}
+Others with_cluster(const Others& a, size_t number, const Stretches& stretches) {
+    auto result = a ? std::make_shared<std::vector<std::shared_ptr<const Stretches>>>(*a)
+                    : std::make_shared<std::vector<std::shared_ptr<const Stretches>>>();
+    if (result->size() <= number) result->resize(number + 1);
+    auto both = std::make_shared<Stretches>(stretches);
+    if ((*result)[number]) include(*both, *(*result)[number]);
+    (*result)[number] = both;
+    return result;
+}
+Others join(const Others& a, const Others& b) {
+    if (!b || a == b) return a;
+    Others result = a;
+    for (size_t i = 0; i < b->size(); i++) {
+        const bool mine = result && i < result->size() && (*result)[i];
+        if ((*b)[i] && !(mine && covers(*(*result)[i], *(*b)[i]))) result = with_cluster(result, i, *(*b)[i]);
+    }
+    return result;
+}
 Clock join(const Clock& a, const Clock& b) {
-    if (covers(a, b)) return a;
-    if (covers(b, a)) return b;
-    auto both = std::make_shared<std::vector<uint32_t>>(std::max(a->size(), b->size()));
-    for (size_t i = 0; i < both->size(); i++) (*both)[i] = std::max(i < a->size() ? (*a)[i] : 0, i < b->size() ? (*b)[i] : 0);
+    if (!b || a == b) return a;
+    if (!a) return b;
+    const Others others = join(a->others, b->others);
+    if (others == a->others && covers(*a, *b)) return a;
+    if (join(b->others, a->others) == b->others && covers(*b, *a)) return b;
+    auto both = std::make_shared<Known>(*a);
+    include(*both, *b);
+    both->others = others;
     return both;
 }
 
@@ -120,6 +151,7 @@ struct Fiber {
     uint32_t fenced = 0;              // touches before this number came before its last fence_async_shared()
     bool after_grid_wait = false;     // grid_dependency_wait() was called, by it or by a thread that it has waited for
     Clock known;
+    Others released, seen;            // what its next atomics publish: as of its last fence; what they have found, for its next fence
     uint32_t stretch = 1;
     uint32_t version = 0;             // of its stretch and knowledge together
     std::vector<Copy> open_group;     // cp.async
@@ -244,6 +276,7 @@ bool waited_for_grid = false;      // any thread of the launch
 std::vector<Touch> touches;
 uint32_t launch_first = kFirstTouch;                      // the first touch of this launch
 std::vector<std::pair<uint32_t, dim3>> clusters_begun;    // the first touch of each cluster of this launch, and its first block
+std::unordered_map<uintptr_t, Others> published;          // what atomics of this launch have published, by the address in global memory
 uint32_t versions = 0;
 
 // Bytes with one history are many, so what an access makes of a chain is remembered: direct-mapped, by the chain, the thread's version and
@@ -288,8 +321,8 @@ void Gathering::tell(Fiber& f, const Clock& clock) const {
     f.after_grid_wait |= after_grid_wait;
 }
 Clock Gathering::finish() {
-    auto all = std::make_shared<std::vector<uint32_t>>(cluster.fibers.size() + cluster.engines);
-    if (joined) std::copy(joined->begin(), joined->end(), all->begin());
+    auto all = std::make_shared<Known>(cluster.fibers.size() + cluster.engines);
+    if (joined) include(*all, *joined), all->others = joined->others;
     for (auto [thread, stretch] : over) (*all)[thread] = std::max((*all)[thread], stretch);
     joined.reset();
     last.reset();
@@ -312,10 +345,19 @@ uint32_t touch(uint32_t earlier, unsigned thread, uint32_t stretch, bool atomic,
     touches.push_back({earlier, stretch, place, uint16_t(thread), atomic, uint16_t(length & 0x7fff), 0});
     return uint32_t(touches.size() - 1);
 }
+// The number of the cluster that made a touch of this launch.
+size_t cluster_of(uint32_t number) {
+    auto next = std::upper_bound(clusters_begun.begin(), clusters_begun.end(), number, [](uint32_t n, auto& c) { return n < c.first; });
+    return size_t(next - clusters_begun.begin()) - 1;
+}
 bool ordered(uint32_t number) {
     if (number < launch_first) return true;
-    if (number < clusters_begun.back().first) return false;
     const Touch& t = touches[number];
+    if (number < clusters_begun.back().first) {
+        const Others others = current->known ? current->known->others : nullptr;
+        const size_t c = others ? cluster_of(number) : 0;
+        return others && c < others->size() && (*others)[c] && last_over(*(*others)[c], t.thread) >= t.stretch;
+    }
     if (t.thread == current->id) return true;
     return t.thread != kInFlight && current->known && t.thread < current->known->size() && (*current->known)[t.thread] >= t.stretch;
 }
@@ -328,8 +370,7 @@ bool ordered(uint32_t number) {
         who = say("a %s in flight %s, with no wait for it between", *did == 'r' || t.pipe ? "product" : "copy",
                   *did == 'r' ? "reads" : "writes");
     else if (number < clusters_begun.back().first) {
-        auto next = std::upper_bound(clusters_begun.begin(), clusters_begun.end(), number, [](uint32_t n, auto& c) { return n < c.first; });
-        dim3 b = next[-1].second;
+        dim3 b = clusters_begun[cluster_of(number)].second;
         who = say("thread %u of block (%u,%u,%u) %s: nothing orders the blocks of a launch", t.thread % threads, b.x + t.thread / threads,
                   b.y, b.z, did);
     } else if (t.thread >= cluster.fibers.size()) who = say("a bulk copy wrote, with no wait for its mbarrier between");
@@ -587,7 +628,7 @@ void learn(Fiber& f, const Mbarrier& m) {
 // Ends the phase if nothing is missing.
 void maybe_end_phase(Mbarrier& m) {
     if (m.pending || m.bytes) return;
-    auto clock = std::const_pointer_cast<std::vector<uint32_t>>(m.gathering.finish());  // fresh, so still ours to change
+    auto clock = std::const_pointer_cast<Known>(m.gathering.finish());  // fresh, so still ours to change
     (*clock)[m.engine] = m.phase + 1;
     m.last = clock;
     m.last_after_grid_wait = m.gathering.after_grid_wait;
@@ -780,6 +821,29 @@ void access(const void* address, size_t size, Access kind, unsigned alignment, c
     Region* r = find(a);
     if (!r) outside(a, size, kind, place_of(pc));
     check_region(*r, a, size, kind, place_of(pc));
+}
+
+// An atomic publishes what its thread knew at its last fence, and finds what others have published at the same address, which the thread
+// knows from its next fence on. (Within shared memory it says nothing: what orders a block's threads is barriers.)
+void atomic(const void* address, size_t size, const char* what, const void* pc) {
+    access(address, size, Access::kAtomic, unsigned(size), what, pc);
+    const uintptr_t a = reinterpret_cast<uintptr_t>(address);
+    if (find(a)->shared) return;
+    Others& here = published[a];
+    current->seen = join(current->seen, here);
+    here = join(here, current->released);
+}
+void fence() {
+    Fiber& f = *current;
+    auto known = f.known ? std::make_shared<Known>(*f.known) : std::make_shared<Known>(cluster.fibers.size());
+    const size_t mine = clusters_begun.size() - 1;
+    known->others = join(known->others, f.seen);
+    if (f.seen && mine < f.seen->size() && (*f.seen)[mine]) include(*known, *(*f.seen)[mine]);
+    if (known->size() <= f.id) known->resize(f.id + 1);
+    (*known)[f.id] = f.stretch++;
+    f.known = known;
+    f.version = ++versions;
+    f.released = with_cluster(known->others, mine, *known);
 }
 
 // The current lane comes to the meeting of `mask`; all must come to the same instruction. Whether it is the last one.
@@ -1192,6 +1256,7 @@ void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t s
     if (arena_bytes < needed) arena.reset(new char[arena_bytes = needed]);
     launch_first = uint32_t(touches.size());
     clusters_begun.clear();
+    published.clear();
     waited_for_grid = false;
     [[maybe_unused]] const Divisions divisions;
     for (unsigned z = 0; z < grid.z; z++)

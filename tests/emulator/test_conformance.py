@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.kernels.launch import IN, OUT, Kernel
+from dsv4.kernels.launch import IN, INOUT, OUT, WORK, Kernel
 
 from .emulator import HERE, ON_GPU, machine, needs_gxx, run_on_gpu
 
 pytestmark = needs_gxx
 SOURCE, HOPPER, BLACKWELL = (HERE / f"conformance{name}.cu" for name in ("", "_hopper", "_blackwell"))
-OUTPUTS = {"out", "packed", "small", "floats"}
+KINDS = dict.fromkeys(("out", "packed", "small", "floats"), OUT) | {"values": WORK, "counters": INOUT}
 # Where it runs: the emulator with threads from the first to the last and back, and the GPU.
 PLACES = [False, True, pytest.param("gpu", marks=pytest.mark.skipif(not ON_GPU, reason="DSV4_TEST_GPU=1 runs it on a GPU"))]
 LANE = torch.arange(32)
@@ -24,7 +24,7 @@ G, Q = LANE // 4, LANE % 4
 def run(place, name, source=SOURCE, generation=None, **values):
     if place == "gpu" and generation not in (None, torch.cuda.get_device_capability()[0]):
         pytest.skip(f"instructions of GPUs of compute capability {generation}")
-    kinds = {k: OUT if k in OUTPUTS else IN if isinstance(v, torch.Tensor) else int for k, v in values.items()}
+    kinds = {k: KINDS.get(k, IN) if isinstance(v, torch.Tensor) else int for k, v in values.items()}
     kernel = Kernel(f"conformance_{name}", kinds)
     if place == "gpu":
         assert run_on_gpu(kernel, list(values.values()), source=source) == 0
@@ -206,6 +206,17 @@ def test_clusters(rng, place):
     out = torch.empty_like(x)
     run(place, "cluster", x=x, out=out)
     assert torch.equal(out, 1000 * torch.arange(4, dtype=torch.int32)[:, None] + x.roll(-1, 0))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_arrivals(rng, place):
+    """A counter that wraps, and what the last block to arrive sees of all others."""
+    n, most = 200, 6
+    x = torch.randint(1000, (n, 64), generator=rng, dtype=torch.int32)
+    out, counters = torch.empty(2, n, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    run(place, "arrivals", x=x, values=torch.empty_like(x), counters=counters, out=out, n=n, most=most)
+    assert torch.equal(out[0, :64], x.sum(0).int()) and counters.tolist() == [n % (most + 1), 0]
+    assert torch.equal(out[1].sort().values, (torch.arange(n) % (most + 1)).sort().values.int())
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -35,6 +35,7 @@ def test_a_right_kernel_runs_in_either_order_of_threads(reverse):
 # Which of the two comes second is the order of threads.
 TWO_PLACES = r": at faults.cu:\d+, at faults.cu:\d+$"
 RACE = r"(read|write|atomic update) of byte \d+ of shared memory, which thread \d+ (read|wrote) with no barrier between" + TWO_PLACES
+UNORDERED = r"read of byte \d+ of out, which thread \d+ of block \(\d,0,0\) wrote: nothing orders the blocks of a launch" + TWO_PLACES
 IN_FLIGHT = r"read of byte \d+ of shared memory, which a copy in flight writes, with no wait for it between" + TWO_PLACES
 EXPECTED = {
     "kReadPastEnd": r"block \(1,0,0\) thread \(63,0,0\): read of 4 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+",
@@ -149,6 +150,9 @@ EXPECTED = {
     "kNamedHalves": r"barrier 1 of 64 threads: nothing orders this arrival after that of threads 0-31 at the barrier's use before, so",
     "kNamedAhead": r"barrier 1 of 64 threads: nothing orders this arrival after that of threads 32-63 at the barrier's use before, so",
     "kNamedTwice": r"barrier 1 of 64 threads: the warp has come to this use of it already$",
+    "kArriveUnfenced": UNORDERED,
+    "kArriveUnseen": UNORDERED,
+    "kArriveNoBarrier": UNORDERED,
     "kTooMuchShared": r"233472 bytes of shared memory: beyond a GPU's limits",
 }
 
@@ -181,6 +185,12 @@ def test_a_missing_barrier_is_found_in_both_orders():
 def test_a_race_is_found_in_reverse_too(fault):
     with pytest.raises(EmulatorError, match="with no barrier between"):
         run(fault, reverse=True)
+
+
+@pytest.mark.parametrize("fault", [f for f in EXPECTED if f.startswith("kArrive")])
+def test_blocks_that_nothing_orders_are_found_in_reverse_too(fault):
+    with pytest.raises(EmulatorError, match=UNORDERED):
+        run(fault, reverse=True, blocks=3)
 
 
 @pytest.mark.parametrize("fault,threads", [("kNamedHalves", "96-127"), ("kNamedAhead", "32-63")])
@@ -234,7 +244,7 @@ def test_barriers_syncwarp_atomics_and_named_barriers_order_accesses(reverse):
 
 
 RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "reused", "tensor", "product", "tensor_memory", "two_copies",
-               "halves", "rounds", "divisions")
+               "halves", "rounds", "divisions", "arrivals")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -244,12 +254,14 @@ def test_no_fault_no_report(rng, which, reverse):
     x = torch.randn(128, generator=rng)
     if RIGHT_FORMS[which] == "divisions":
         x = x.abs() + 1
-    out = torch.empty(128 if RIGHT_FORMS[which] in ("cluster", "halves") else 64)
+    out = torch.empty(128 if RIGHT_FORMS[which] in ("cluster", "halves", "arrivals") else 64)
     assert Machine(SOURCE, reverse).run(Kernel("right_forms", {"x": IN, "out": OUT, "which": int}), [x, out, which]) == 0
     want = {"global_memory": x[:64], "tensor": x[:64], "two_copies": x[:64],
             "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten(), "rounds": x[:64],
             "halves": x.view(2, 64).flip(1).flatten(),
             "divisions": (100 // x[63].trunc()).expand(64)}
+    if RIGHT_FORMS[which] == "arrivals":  # the last block has summed the values of both, and the counter is 0 again
+        assert torch.equal(out.view(2, 64)[:, :63], (x[:63] + x[64:127]).expand(2, 63)) and out[63].view(torch.int32) == 0
     if RIGHT_FORMS[which] in want:
         assert torch.equal(out, want[RIGHT_FORMS[which]])
     if RIGHT_FORMS[which] == "ring":  # twice the same 64 values

@@ -72,6 +72,15 @@ template <class T> inline bool rows_aligned(const T* pointer, int columns) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && columns * sizeof(T) % 16 == 0;
 }
 
+// Whether this block is the last of `blocks` that come here. What the threads of all of them wrote before, all threads of the last one see,
+// through L2 (__ldcg). `arrivals`: a counter in global memory, 0 before the launch and, as it wraps, behind it. `last`: in shared memory.
+__device__ __forceinline__ bool last_to_arrive(unsigned* arrivals, unsigned blocks, bool* last) {
+    __syncthreads();
+    if (threadIdx.x == 0) *last = atomic_inc_fenced(arrivals, blocks - 1) == blocks - 1;
+    __syncthreads();
+    return *last;
+}
+
 // Sum over a block of whole warps, the same in every thread and in every run. `partial`: one float a warp in shared memory, which
 // must not be in use; it may be used again after the next barrier.
 __device__ __forceinline__ float block_sum(float x, float* partial) {

@@ -241,6 +241,15 @@ template <class T> PTX_FN void worked_out(T*& p) {
     p = static_cast<T*>(__cvta_global_to_generic(address));
 }
 
+// ---- atomicInc with a fence before and behind it, for the whole GPU: whoever comes to the counter later sees what this thread wrote, and
+// what its block wrote in front of a barrier before. As one instruction it waits once for these writes; two __threadfence() would be two
+// fences of the strongest kind.
+PTX_FN unsigned atomic_inc_fenced(unsigned* counter, unsigned most) {  // counts up to `most` and then from 0; returns the old value
+    unsigned old;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(most) : "memory");
+    return old;
+}
+
 // ---- Clusters (LAUNCH_CLUSTER): blocks of one cluster see each other's shared memory.
 PTX_FN unsigned cluster_rank() { unsigned r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 PTX_FN unsigned cluster_size() { unsigned r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
