@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from . import MAX_TOKENS
-from .launch import DTYPES, IN, OUT, WEIGHT, Kernel, expect
+from .arrivals import arrivals
+from .launch import DTYPES, IN, INOUT, OUT, WEIGHT, WORK, Kernel, expect
 
-_MAX_TOP_K, _MAX_EXPERTS = 8, 384
+_MAX_TOP_K, _MAX_EXPERTS, _SLICES = 8, 384, 4
 
-_router = Kernel("router", {"x": IN, "gate": WEIGHT, "bias": WEIGHT, "table": WEIGHT, "ids": IN, "scores": OUT, "chosen": OUT,
-                            "weights": OUT, "tokens": int, "experts": int, "columns": int, "top_k": int, "vocab": int,
+_router = Kernel("router", {"x": IN, "gate": WEIGHT, "bias": WEIGHT, "table": WEIGHT, "ids": IN, "sums": WORK, "arrivals": INOUT,
+                            "chosen": OUT, "weights": OUT, "tokens": int, "experts": int, "columns": int, "top_k": int, "vocab": int,
                             "route_scale": float, "gate_dtype": int})
 
 
@@ -37,10 +38,10 @@ def router(x: torch.Tensor, gate: torch.Tensor, top_k: int, route_scale: float, 
            and x.dtype == torch.bfloat16 and gate.dtype in DTYPES and (learned or hashed), "router",
            f"x [S, D] in bf16, gate [E, D] in fp32 or bf16, and bias [E] in fp32 or table [vocab, {top_k}] and ids [S] in int64, S and "
            f"top_k up to 8, top_k up to E, E up to {_MAX_EXPERTS}, D a multiple of 8", **given)
-    scores = torch.empty(S, E, dtype=torch.float32, device=x.device)
+    sums = torch.empty(S, E, _SLICES, dtype=torch.float32, device=x.device)
     weights = torch.empty(S, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(S, top_k, dtype=torch.int32, device=x.device)
-    _router(x=x.contiguous(), gate=gate, bias=bias, table=table, ids=ids if hashed else None, scores=scores, chosen=chosen, weights=weights,
-            tokens=S, experts=E, columns=D, top_k=top_k, vocab=len(table) if hashed else 0, route_scale=route_scale,
-            gate_dtype=DTYPES[gate.dtype])
+    _router(x=x.contiguous(), gate=gate, bias=bias, table=table, ids=ids if hashed else None, sums=sums,
+            arrivals=arrivals("router", x.device), chosen=chosen, weights=weights, tokens=S, experts=E, columns=D, top_k=top_k,
+            vocab=len(table) if hashed else 0, route_scale=route_scale, gate_dtype=DTYPES[gate.dtype])
     return chosen, weights

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from dsv4.errors import UserError
 from dsv4.kernels import router as module
+from dsv4.kernels.arrivals import arrivals
 from dsv4.ops.router import router_ref
 
 from ..emulator.emulator import emulated, needs_gxx
@@ -39,7 +40,7 @@ def assert_right(got, x, gate, top_k, scale, **selection):
     compare.assert_as_good(weights, low, exact, roundings=24, scale=products + exact)
 
 
-# The tiny checkpoint, one expert, ragged D (no multiple of the block's 1,024 values), Flash's and Pro's width and number of experts.
+# The tiny checkpoint, one expert, ragged D, Flash's and Pro's width and number of experts, more columns than are loaded at once.
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("S,D,E,k", [(1, 192, 8, 2), (3, 8, 1, 1), (2, 200, 7, 7), (5, 1032, 33, 8), (1, 4096, 3, 2), (1, 7168, 4, 3),
                                      (8, 7168, 2, 1), (2, 8200, 2, 2), (1, 16, 256, 6), (2, 24, 384, 6)])
@@ -48,6 +49,19 @@ def test_learned(rng, S, D, E, k, dtype, reverse):
     x, gate = torch.randn(S, D, generator=rng).bfloat16(), (torch.randn(E, D, generator=rng) * D**-0.5 * 2).to(dtype)
     bias = torch.randn(E, generator=rng)
     assert_right(run(x, gate, k, 2.5, bias=bias, how={"reverse": reverse}), x, gate, k, 2.5, bias=bias)
+
+
+@pytest.mark.parametrize("S,D,E", [(1, 200, 40), (8, 4096, 13), (3, 7168, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_in_either_order_alone_and_after_another_launch(rng, S, D, E, dtype):
+    """Whichever block is the last to arrive, whatever the other tokens are; every launch leaves the counter at 0."""
+    x, gate = torch.randn(S, D, generator=rng).bfloat16(), (torch.randn(E, D, generator=rng) * D**-0.5 * 2).to(dtype)
+    bias = torch.randn(E, generator=rng)
+    first = run(x, gate, 3, 2.5, bias=bias)
+    for again in (run(x, gate, 3, 2.5, bias=bias), run(x, gate, 3, 2.5, bias=bias, how={"reverse": True}),
+                  [torch.cat(part) for part in zip(*(run(row[None], gate, 3, 2.5, bias=bias) for row in x), strict=True)]):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert int(arrivals("router", x.device)) == 0
 
 
 @pytest.mark.parametrize("S", range(1, 9))
@@ -70,6 +84,24 @@ def test_equal_ranks_go_to_the_lower_index(rng):
     chosen, weights = run(torch.zeros(2, 64).bfloat16(), gate, 8, 2.5, bias=torch.zeros(384))
     assert chosen.tolist() == [list(range(8))] * 2
     torch.testing.assert_close(weights, torch.full((2, 8), 2.5 / 8), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("E", [1, 32, 100, 384])
+def test_the_largest_of_any_keys(rng, E):
+    """Scores that are all the same, so the bias is the order: few values, all different, the largest in a row or 32 apart, NaN."""
+    values = [torch.randint(0, n, (E,), generator=rng).float() for n in (1, 2, 5, 40)] + [torch.randperm(E, generator=rng).float()]
+    spread = torch.randn(E, generator=rng)
+    near, apart, most, two = spread.clone(), spread.clone(), spread.clone(), torch.zeros(E)
+    first = int(torch.randint(E, (), generator=rng))
+    near[first : first + 20] += 100
+    apart[first % 32 :: 32] += 100
+    most[: E - 3] = float("nan")
+    two[9 % E], two[40 % E] = 2, 1
+    for k in {1, min(2, E), min(6, E), min(8, E)}:
+        for bias in (*values, near, apart, most, two):
+            chosen, _ = run(torch.zeros(1, 8).bfloat16(), torch.zeros(E, 8).bfloat16(), k, 1.0, bias=bias)
+            want = torch.sort(bias.nan_to_num(-1e30), descending=True, stable=True).indices[:k]
+            assert chosen[0].tolist() == want.tolist()
 
 
 def test_bias_selects_but_does_not_weigh(rng):
@@ -111,6 +143,15 @@ def test_softplus_is_torchs(rng):
         _, weights = run(x, gate, 4, 1.0, table=torch.tensor([experts]), ids=torch.zeros(1, dtype=torch.int64))
         want = F.softplus(logits[experts].double()).sqrt()
         torch.testing.assert_close(weights[0].double(), want / want.sum(), rtol=1e-6, atol=0)
+
+
+def test_an_fp32_gate_counts_to_its_last_bits(rng):
+    """Which two bf16 do not hold: logits in the linear part of softplus, each one gate times 1."""
+    gate, x = torch.zeros(64, 8), torch.zeros(1, 8).bfloat16()
+    gate[:, 3], x[0, 3] = 21 + 20 * torch.rand(64, generator=rng), 1
+    _, weights = run(x.expand(8, 8), gate, 8, 1.0, table=torch.arange(64).view(8, 8), ids=torch.arange(8))
+    want = gate[:, 3].double().sqrt().view(8, 8)
+    torch.testing.assert_close(weights.double(), want / want.sum(-1, keepdim=True), rtol=4e-7, atol=0)
 
 
 def test_not_finite_never_leaves_the_experts(rng):

@@ -1,0 +1,17 @@
+"""Counters of the kernels whose last block to arrive goes on alone (last_to_arrive in cuda/common.cuh)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def arrivals(kernel: str, device: torch.device) -> torch.Tensor:
+    """The counter of a kernel on a device, int32 [1]: made once, as every launch leaves it at 0.
+
+    Launches of one kernel on a device follow each other, as all of a step go through one stream; two at once, on two streams, would count
+    each other's blocks.
+    """
+    return torch.zeros(1, dtype=torch.int32, device=device)
