@@ -38,7 +38,7 @@ def assert_as_good(got, X, fn, base, scale, norm, constants=CONSTANTS):
     compare.assert_as_good(got, low, want, roundings=8, scale=want.abs() * (1 + terms.amax(-1, keepdim=True)))
 
 
-# As for mhc_pre: one slice, half a 16-byte step, tiny's width, 128 slices and 65, both block sizes of the second kernel, Flash and Pro.
+# As for mhc_pre: one slice, five, tiny's width, 128 slices and 64 with half a one, blocks of 512 columns and of 8, Flash and Pro.
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("D", [8, 40, 192, 1024, 1032, 2048, 2056, 4096, 7168, 8184, 8192])
 def test_against_the_definition(rng, D, reverse):
@@ -75,6 +75,16 @@ def test_extremes(rng):
     got = hc_head(X, *site)
     assert_as_good(got[:5], X[:5], *site)
     assert (got[0] == 0).all() and (got[5] == 0).all() and got[6].isnan().all()
+
+
+@pytest.mark.parametrize("left", [0, 0.1, 1])
+def test_the_norm_of_streams_that_cancel(rng, left):
+    """As in mhc_pre's test: stream 3 takes away what stream 1 adds."""
+    D, base = 1032, torch.randn(4, generator=rng)
+    X, weights = 100 * torch.randn(2, 4, D, generator=rng), torch.sigmoid(base) + CONSTANTS["hc_eps"]
+    X[:, 3], X[:, ::2] = -X[:, 1].bfloat16() * weights[1] / weights[3], X[:, ::2] * left
+    inputs = X.bfloat16(), torch.zeros(4, 4 * D), base, torch.ones(1), torch.randn(D, generator=rng)
+    assert_as_good(hc_head(*inputs), *inputs)
 
 
 def test_eps_counts(rng):

@@ -5,9 +5,10 @@ import torch
 
 from dsv4.errors import UserError
 from dsv4.kernels import mhc
-from dsv4.ops.mhc import Pending, mhc_post_ref, mhc_pre_ref, sinkhorn
+from dsv4.ops.mhc import Pending, mhc_post_ref, mhc_pre_ref, sinkhorn, whole
 
 from ..emulator.emulator import emulated, needs_gxx
+from ..ops.test_mhc import parts_of
 from . import compare
 
 pytestmark = needs_gxx
@@ -72,8 +73,8 @@ def assert_as_good(got, X, pending, *site, constants=CONSTANTS):
         compare.assert_as_good(value, of_low, of_double, roundings, scale)
 
 
-# One slice and one that is half a 16-byte step; tiny's width; 128 slices of 8 and 65 of 16 with half a one; both block sizes of the second
-# kernel; the widest slices, whole and with a ragged last one; Flash's and Pro's width.
+# One slice; five; tiny's width; 128 slices of 8 and 64 of 16 with half a one; blocks of 512 columns, whole and with one of 8; the widest
+# slices, whole and with a ragged last one; Flash's and Pro's width.
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("D", [8, 40, 192, 1024, 1032, 2048, 2056, 4096, 7168, 8184, 8192])
 def test_against_the_definition(rng, D, reverse):
@@ -103,6 +104,17 @@ def test_every_token_has_its_own_weights(rng, S):
 def test_eight_tokens_at_full_width(rng):
     X, pending, site = random_streams(rng, 8, 7168), random_pending(rng, 8, 7168), random_site(rng, 7168)
     assert_as_good(mhc_pre(X, pending, *site), X, pending, *site)
+
+
+@pytest.mark.parametrize("S", [1, 3, 8])
+@pytest.mark.parametrize("D", [8, 72, 1032])
+@pytest.mark.parametrize("P", range(1, 5))
+def test_a_pending_output_in_parts_is_its_sum(rng, P, D, S):
+    """Bit for bit, however the parts lie in memory."""
+    X, pending, site, parts = random_streams(rng, S, D), random_pending(rng, S, D), random_site(rng, D), parts_of(rng, P, S, D)
+    want = mhc_pre(X, pending._replace(o=whole(parts, torch.bfloat16)), *site)
+    for o, how in ((parts, {}), (parts.transpose(0, 1).contiguous().transpose(0, 1), {"reverse": True})):
+        assert all(torch.equal(a, b) for a, b in zip(mhc_pre(X, pending._replace(o=o), *site, **how), want, strict=True))
 
 
 def test_trap_02_comb_is_used_transposed(rng):
@@ -179,6 +191,35 @@ def test_extreme_streams(rng):
     assert_as_good(mhc_pre(X, pending, *site), X, pending, *site)
 
 
+@pytest.mark.parametrize("left", [0, 0.03, 0.1, 0.3, 1, 3])
+@pytest.mark.parametrize("D", [24, 1032])
+def test_the_norm_of_streams_that_cancel(rng, D, left):
+    """Stream 1 takes away what stream 0 adds, but for its rounding (2^-9); `left` is the size of the others beside them."""
+    X = 100 * torch.randn(2, 4, D, generator=rng)
+    site = given_logits(rng, torch.zeros(4, 4), torch.randn(4, generator=rng).tolist(), D=D)
+    weights = torch.sigmoid(site[1][:4]) + CONSTANTS["hc_eps"]
+    X[:, 1], X[:, 2:] = -X[:, 0].bfloat16() * weights[0] / weights[1], X[:, 2:] * left
+    X = X.bfloat16()
+    assert_as_good(mhc_pre(X, None, *site), X, None, *site)
+
+
+def test_a_column_that_outweighs_all_others_is_rounded_once(rng):
+    """It lies half between two bf16 numbers before the norm, and near one behind it."""
+    D = 40
+    X, (fn, base, scale, norm) = random_streams(rng, 2, D), given_logits(rng, torch.zeros(4, 4), D=D)
+    X[:, :, 5] = torch.tensor([1, 1, 1 + 2**-7, 1 + 2**-7]) * 2**14
+    site = fn, base, scale, 1.5 / D**0.5 * norm
+    assert_as_good(mhc_pre(X, None, *site), X, None, *site)
+
+
+def test_products_beyond_fp32_of_a_stream_with_no_weight(rng):
+    """Its weight is hc_eps, so that the squares of x are within fp32."""
+    X = random_streams(rng, 2, 24)
+    X[0, 1] *= 1e20
+    site = given_logits(rng, torch.zeros(4, 4), [1.0, -200.0, 0.5, -1.0])
+    assert_as_good(mhc_pre(X, None, *site), X, None, *site)
+
+
 def test_squares_beyond_fp32_are_as_defined(rng):
     """rho is 0 then, so that the weights are the base's; the norm of x gives zeros."""
     X, site = (random_streams(rng, 2, 24).float() * torch.tensor([1e25, 1])[:, None, None]).bfloat16(), random_site(rng, 24)
@@ -227,7 +268,9 @@ def test_what_the_kernel_does_not_take(rng, change):
 @pytest.mark.parametrize("change", [
     lambda o, post, comb: (o[:1], post, comb), lambda o, post, comb: (o.float(), post, comb), lambda o, post, comb: (o, post[:, :3], comb),
     lambda o, post, comb: (o, post.bfloat16(), comb), lambda o, post, comb: (o, post, comb[:, :3]),
-    lambda o, post, comb: (o[:, :16], post, comb),
+    lambda o, post, comb: (o[:, :16], post, comb), lambda o, post, comb: (o.float().expand(5, 2, 24), post, comb),
+    lambda o, post, comb: (o.float().expand(0, 2, 24), post, comb), lambda o, post, comb: (o.expand(2, 2, 24), post, comb),
+    lambda o, post, comb: (o[:1].float().expand(2, 1, 24), post, comb),
 ])
 def test_what_it_does_not_take_as_pending(rng, change):
     with pytest.raises(UserError, match=r"mhc_pre: expected pending o \[S, D\] in bf16.*, found X \["):
