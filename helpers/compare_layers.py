@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from dsv4 import kernels, runtime  # noqa: E402
+from dsv4 import kernels, ops, runtime  # noqa: E402
 from dsv4.cache import LayerCache  # noqa: E402
 from dsv4.checkpoint import Checkpoint  # noqa: E402
 from dsv4.config import PRESETS, ModelConfig  # noqa: E402
@@ -220,6 +220,8 @@ def stages(name: str, nth: int, a: dict, result) -> dict[str, torch.Tensor]:
     if name == "router":
         chosen, weights = result
         return {"experts": chosen, "expert weights": weights.new_zeros(len(chosen), len(a["gate"])).scatter_(1, chosen.long(), weights)}
+    if name in ("linear", "moe"):  # kernels leave sums in parts
+        result = ops.whole(result, torch.bfloat16)
     return {OTHERS[name]: result}
 
 

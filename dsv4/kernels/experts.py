@@ -18,7 +18,7 @@ _MAX_TOP_K, _MAX_EXPERTS = 8, 384
 _moe = Kernel("moe", {"x": IN, "up_shared": WEIGHT, "up_routed": WEIGHT, "down_shared": WEIGHT, "down_routed": WEIGHT, "factors": WEIGHT,
                       "chosen": IN, "weights": IN, "hidden": WORK, "out": OUT, "tokens": int, "columns": int, "inner": int, "experts": int,
                       "top_k": int, "up_shared_format": int, "up_routed_format": int, "down_shared_format": int, "down_routed_format": int,
-                      "blocks": int, "limit": float})
+                      "blocks": int, "parts": int, "limit": float})
 
 
 class PackedExperts(NamedTuple):
@@ -75,7 +75,8 @@ def _pack(experts, inner, columns, device, factors):
 
 def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: torch.Tensor, limit: float, activations: str = "bf16",
         shared_activations: str = "bf16") -> torch.Tensor:
-    """x [S, D] bf16, chosen [S, k] int32, weights [S, k] fp32 -> [S, D] bf16: the chosen experts and the shared one, summed in fp32.
+    """x [S, D] bf16, chosen [S, k] int32, weights [S, k] fp32 -> fp32 [P, S, D], whose 2 or 4 parts the reader adds and rounds (ops.whole):
+    the shared expert's sums, then those of the chosen ones.
 
     Raises UserError for other shapes or dtypes (S and k up to 8, D and the experts' inner size multiples of 8) or activations.
     """
@@ -88,11 +89,12 @@ def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: 
            f"x [S, {experts.columns}] in bf16, chosen [S, k] in int32 and weights [S, k] in fp32, S and k up to {MAX_TOKENS}, widths "
            "multiples of 8", x=x, chosen=chosen, weights=weights)
     hidden = torch.empty(S * (1 + k) + 1, experts.inner, dtype=torch.bfloat16, device=x.device)
-    out = torch.empty(S, experts.columns, dtype=torch.bfloat16, device=x.device)
+    blocks = blocks_at_once(x.device)
+    out = torch.empty(4 if experts.down_shared.shape[1] > blocks else 2, S, experts.columns, device=x.device)
     up_shared, up_routed, down_shared, down_routed = experts.formats
     _moe(x=x.contiguous(), up_shared=experts.up_shared, up_routed=experts.up_routed, down_shared=experts.down_shared,
          down_routed=experts.down_routed, factors=experts.factors, chosen=chosen.contiguous(), weights=weights.contiguous(), hidden=hidden,
          out=out, tokens=S, columns=experts.columns, inner=experts.inner, experts=len(experts.factors) - 1, top_k=k,
          up_shared_format=up_shared, up_routed_format=up_routed, down_shared_format=down_shared, down_routed_format=down_routed,
-         blocks=blocks_at_once(x.device), limit=limit)
+         blocks=blocks, parts=len(out), limit=limit)
     return out

@@ -13,15 +13,13 @@ from . import MAX_TOKENS
 from .launch import HOST, IN, OUT, WEIGHT, Kernel, expect
 from .packing import FORMATS, ROWS, pack_matrix, packed_shape
 
-_linear = Kernel("linear", {"x": IN, "weights": WEIGHT, "table": HOST, "first_tile": HOST, "out": OUT, "segments": int, "clusters": int,
-                            "cluster": int, "pieces": int, "tiles": int, "tokens": int, "columns": int, "x_stride": int,
-                            "group_tiles": int, "bfloat16": int})
+_linear = Kernel("linear", {"x": IN, "weights": WEIGHT, "table": HOST, "first_item": HOST, "out": OUT, "segments": int, "blocks": int,
+                            "tiles": int, "tokens": int, "columns": int, "x_stride": int, "group_tiles": int, "bfloat16": int,
+                            "parts": int})
 
 MAX_WEIGHTS, MAX_BLOCKS = 8, 320  # cuda/linear.cu: the plan is a kernel parameter, 4 KB at most
-_WARPS, _MAX_PIECES = 8, 16  # a warp's pieces are kept in shared memory
 _CPU_BLOCKS = 12  # what the emulator runs
-_CLUSTERS = (1, 2, 4)
-_WORTH = 1.03  # more blocks to a cluster must save 3 % of the largest block's work
+_WORTH = 1.03  # two parts must save 3 % of the largest block's work
 
 
 class PackedWeights(NamedTuple):
@@ -41,13 +39,12 @@ class PackedWeights(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How a launch's tiles are dealt: cluster i of `cluster` blocks has the tiles first_tile[i] .. first_tile[i + 1] - 1; no warp touches
-    more than `pieces` of them and no cluster has more than `tiles`."""
+    """How a launch's items are dealt: block i has first_item[i] .. first_item[i + 1] - 1, and no block has part of more than `tiles` tiles.
+    `parts`: 1 if blocks begin at tiles; 2 if a tile may be two blocks'."""
 
-    first_tile: torch.Tensor
-    cluster: int
-    pieces: int
+    first_item: torch.Tensor
     tiles: int
+    parts: int
 
 
 def pack_weights(weights: tuple[Weight, ...]) -> PackedWeights:
@@ -81,9 +78,13 @@ def projections(x: torch.Tensor, weights: PackedWeights, activations: tuple[str,
 
 
 def linear(x: torch.Tensor, weight: PackedWeights, activations: str = "bf16") -> torch.Tensor:
-    """x [S, in] bf16 -> [S, out] bf16, rounded once. Raises UserError for other shapes, dtypes or activations."""
+    """x [S, in] bf16 -> [S, out] bf16, rounded once, or fp32 [2, S, out], whose two parts the reader adds and rounds (ops.whole).
+
+    Raises UserError for other shapes, dtypes or activations.
+    """
     _refuse_activations("linear", (activations,))
-    return _launch("linear", x, weight, torch.bfloat16).view(x.shape[0], -1)
+    out = _launch("linear", x, weight, torch.bfloat16)
+    return out.view(*out.shape[:-1], x.shape[0], -1)
 
 
 def grouped_linear(x: torch.Tensor, weight: PackedWeights) -> torch.Tensor:
@@ -102,7 +103,8 @@ def _refuse_activations(name, activations):
 
 
 def _launch(name, x, weights, dtype, grouped=False):
-    """x [S, in], or [S, groups, in], -> 1-D: [S, out_i] of each weight, one after the other."""
+    """x [S, in], or [S, groups, in], -> 1-D: [S, out_i] of each weight, one after the other; of one weight to be rounded, in fp32 and in two
+    parts, [2, ..], where that spares enough."""
     shape = x.shape
     expect(x.dtype == torch.bfloat16 and len(shape) == 2 + grouped and 1 <= shape[0] <= MAX_TOKENS and shape[-1] == weights.columns, name,
            f"x of 1 to {MAX_TOKENS} tokens in bf16, {weights.columns} wide", x=x)
@@ -110,13 +112,14 @@ def _launch(name, x, weights, dtype, grouped=False):
     if weights.columns % 8:  # the kernel reads 8 columns at a time; no published checkpoint comes here
         x = torch.nn.functional.pad(x, (0, -weights.columns % 8))
     tokens, groups, columns = shape[0], shape[1] if grouped else 1, x.shape[-1]
-    schedule = _schedule(weights.segments, blocks_at_once(x.device))
+    schedule = _schedule(weights.segments, blocks_at_once(x.device), dtype == torch.bfloat16 and not grouped)
     out = torch.empty(tokens * sum(weights.rows), dtype=dtype, device=x.device)
+    if schedule.parts == 2:
+        out = torch.empty(2, *out.shape, device=x.device)
     group_tiles = weights.rows[0] // ROWS // groups if groups > 1 else 0
-    _linear(x=x.contiguous(), weights=weights.data, table=weights.table, first_tile=schedule.first_tile, out=out,
-            segments=len(weights.rows), clusters=len(schedule.first_tile) - 1, cluster=schedule.cluster, pieces=schedule.pieces,
-            tiles=schedule.tiles, tokens=tokens, columns=columns, x_stride=groups * columns, group_tiles=group_tiles,
-            bfloat16=int(dtype == torch.bfloat16))
+    _linear(x=x.contiguous(), weights=weights.data, table=weights.table, first_item=schedule.first_item, out=out,
+            segments=len(weights.rows), blocks=len(schedule.first_item) - 1, tiles=schedule.tiles, tokens=tokens, columns=columns,
+            x_stride=groups * columns, group_tiles=group_tiles, bfloat16=int(out.dtype == torch.bfloat16), parts=schedule.parts)
     return out
 
 
@@ -127,49 +130,50 @@ def blocks_at_once(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _schedule(segments: tuple[tuple[int, int, int], ...], blocks: int) -> Schedule:
-    """The cluster size and the contiguous ranges of tiles that keep the largest block's bytes small, for `blocks` blocks."""
-    fewest = min(items for _, items, _ in segments)
-    plans = {}
-    for cluster in _CLUSTERS:
-        if cluster == 1 or (cluster <= fewest and cluster <= blocks):
-            costs = [(tiles, -(-items // cluster) * size) for tiles, items, size in segments]
-            plans[cluster] = _smallest_limit(costs, blocks // cluster), costs
-    best = min(limit for limit, _ in plans.values())
-    cluster, (limit, costs) = next((c, plan) for c, plan in plans.items() if plan[0] <= _WORTH * best)
-    first_tile = _deal(costs, limit)
-    most_items = most_tiles = 0
-    for first, last in zip(first_tile, first_tile[1:], strict=False):
-        items, begin = 0, 0
-        for tiles, of_tile, _ in segments:
-            items += max(0, min(last, begin + tiles) - max(first, begin)) * -(-of_tile // cluster)
-            begin += tiles
-        most_items, most_tiles = max(most_items, items), max(most_tiles, last - first)
-    pieces = -(-(-(-most_items // _WARPS) - 1) // (fewest // cluster)) + 1
-    if pieces > _MAX_PIECES:
-        raise UserError(f"linear: expected at most {_MAX_PIECES} tiles a warp, found {pieces}: fewer rows, or more columns, are needed")
-    return Schedule(torch.tensor(first_tile, dtype=torch.int32), cluster, pieces, most_tiles)
+def _schedule(segments: tuple[tuple[int, int, int], ...], blocks: int, may_split: bool = False) -> Schedule:
+    """The contiguous ranges of items that keep the largest block's bytes small, for `blocks` blocks: whole tiles, or where `may_split`
+    allows it for a single weight and it spares enough, equal numbers of items."""
+    first_tile = _deal(segments, _smallest_limit(segments, blocks))
+    first_item, parts = _items_before(segments, first_tile), 1
+    most_tiles = max(b - a for a, b in zip(first_tile, first_tile[1:], strict=False))
+    total, most = first_item[-1], max(b - a for a, b in zip(first_item, first_item[1:], strict=False))
+    # As many tiles as blocks, so that a block has no less than a tile and a tile no more than two blocks.
+    if may_split and len(segments) == 1 and segments[0][0] > blocks and most * blocks > _WORTH * total:
+        first_item, parts, most_tiles = [total * i // blocks for i in range(blocks + 1)], 2, -(-segments[0][0] // blocks) + 1
+    return Schedule(torch.tensor(first_item, dtype=torch.int32), most_tiles, parts)
 
 
-def _deal(costs, limit):
-    """The first tile of each bin, and the end, if bins take tiles in order while their sum is at most `limit`. costs: (tiles, cost of
-    one)."""
+def _items_before(segments, tiles):
+    """For each number of a tile, ascending, how many items all tiles before it have."""
+    out, first, items = [], 0, 0
+    rest = iter(segments)
+    count, each, _ = next(rest)
+    for tile in tiles:
+        while tile > first + count:
+            first, items = first + count, items + count * each
+            count, each, _ = next(rest)
+        out.append(items + (tile - first) * each)
+    return out
+
+
+def _deal(segments, limit):
+    """The first tile of each block, and the end, if blocks take tiles in order while their bytes are at most `limit`."""
     first, tile, room = [0], 0, limit
-    for tiles, cost in costs:
+    for tiles, items, size in segments:
         while tiles:
-            taken = min(tiles, room // cost)
+            taken = min(tiles, room // (items * size))
             if not taken:
                 first.append(tile)
                 room = limit
                 continue
-            tile, tiles, room = tile + taken, tiles - taken, room - taken * cost
+            tile, tiles, room = tile + taken, tiles - taken, room - taken * items * size
     return [*first, tile]
 
 
-def _smallest_limit(costs, bins):
-    """The smallest limit at which _deal needs no more than `bins`."""
-    low, high = max(cost for _, cost in costs), sum(tiles * cost for tiles, cost in costs)
+def _smallest_limit(segments, blocks):
+    """The smallest limit at which _deal needs no more than `blocks`."""
+    low, high = max(items * size for _, items, size in segments), sum(tiles * items * size for tiles, items, size in segments)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_deal(costs, middle)) - 1 <= bins else (middle + 1, high)
+        low, high = (low, middle) if len(_deal(segments, middle)) - 1 <= blocks else (middle + 1, high)
     return low

@@ -9,7 +9,7 @@ from .binder import Binder
 
 
 class Linear:
-    """x [S, in] -> [S, out] in x's dtype."""
+    """x [S, in] -> [S, out] in x's dtype, or its partial sums: o as in ops.Pending."""
 
     def __init__(self, bind: Binder, name: str):
         self.weights, self.activations = bind.packing(name, ops.pack_weights, (bind.weight(name),)), bind.input_of(name)

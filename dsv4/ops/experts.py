@@ -49,7 +49,7 @@ def moe_ref(x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: to
     """sum over the chosen experts of weight * expert(x), plus the shared expert, summed in fp32 in the order of the experts' numbers.
 
     x [S, D], experts of `pack_experts`, chosen [S, k] int32, weights [S, k] fp32 -> [S, D] in x's dtype. The clamp comes before silu, in
-    the shared expert too.
+    the shared expert too. A kernel may leave partial sums (`whole` of mhc.py).
     """
     total = _expert(x, experts.shared, limit, shared_activations, None)
     for e in torch.unique(chosen).tolist():

@@ -38,7 +38,8 @@ def projections_ref(x: torch.Tensor, weights: tuple[Weight, ...], activations: t
 
 
 def linear_ref(x: torch.Tensor, weights: tuple[Weight], activations: str = "bf16") -> torch.Tensor:
-    """x [S, in] -> [S, out] in x's dtype; fp32 accumulation, one rounding. `activations`: see quantize_input."""
+    """x [S, in] -> [S, out] in x's dtype; fp32 accumulation, one rounding. A kernel may leave partial sums (`whole` of mhc.py).
+    `activations`: see quantize_input."""
     (weight,) = weights
     return matmul_fp32(quantize_input(x, activations), weight).to(x.dtype)
 

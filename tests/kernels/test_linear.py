@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsv4 import ops
 from dsv4.errors import UserError
 from dsv4.formats import Weight
 from dsv4.kernels import linear
@@ -66,7 +67,21 @@ def test_every_token_has_its_own_row(rng, kind, S):
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, got.bfloat16())
 
 
-# Blocks that run at once; the clusters of 1, 2 and 4 blocks come with them, and warps with many tiles, with a part of one and with none.
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("S", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "nvfp4", "mxfp4"])
+def test_tiles_of_two_blocks(rng, kind, S, reverse):
+    """17 tiles on 12 blocks: most begin within a tile. Each tile's second part is 0 where one block has it all."""
+    weight, x = any_weight(rng, kind, 270, 2080), tokens(rng, S, 2080)
+    parts = run("linear", x, (weight,), reverse=reverse)
+    assert parts.shape == (2, S, 270) and parts.dtype == torch.float32
+    second = [bool((parts[1, :, row : row + 16] != 0).any()) for row in range(0, 270, 16)]
+    assert any(second) and not all(second)
+    assert_as_good(parts[0] + parts[1], x, weight)
+    assert_as_good(ops.whole(parts, torch.bfloat16), x, weight)
+
+
+# Blocks that run at once, and with them warps with many tiles, with a part of one and with none.
 @pytest.mark.parametrize("blocks", [1, 2, 4, 7, 12, 40, 264])
 def test_merged_formats_in_every_partition(rng, monkeypatch, blocks):
     monkeypatch.setattr(linear, "_CPU_BLOCKS", blocks)
@@ -81,13 +96,23 @@ def test_merged_formats_in_every_partition(rng, monkeypatch, blocks):
     linear.blocks_at_once.cache_clear()
 
 
-def test_as_many_clusters_as_a_plan_has_room_for(rng, monkeypatch):
+@pytest.mark.parametrize("kind, rows, columns", [("plain", 1600, 16), ("fp8", 700, 1536), ("nvfp4", 600, 2048)])
+def test_more_tiles_than_a_block_has_memory_for(rng, monkeypatch, kind, rows, columns):
+    """One block for all: 38 tiles and more, of 1, 6 and 4 items, and memory for about 12 at a time with 8 tokens."""
+    monkeypatch.setattr(linear, "_CPU_BLOCKS", 1)
+    linear.blocks_at_once.cache_clear()
+    weight, x = any_weight(rng, kind, rows, columns), tokens(rng, 8, columns)
+    assert_as_good(project(x, weight)[0], x, weight)
+    linear.blocks_at_once.cache_clear()
+
+
+def test_as_many_blocks_as_a_plan_has_room_for(rng, monkeypatch):
     """A tile each."""
     monkeypatch.setattr(linear, "_CPU_BLOCKS", linear.MAX_BLOCKS)
     linear.blocks_at_once.cache_clear()
     weight, x = any_weight(rng, "plain", 16 * linear.MAX_BLOCKS, 16), tokens(rng, 2, 16)
     schedule = linear._schedule(linear.pack_weights((weight,)).segments, linear.MAX_BLOCKS)
-    assert (len(schedule.first_tile) - 1, schedule.cluster, schedule.tiles) == (320, 1, 1)
+    assert (len(schedule.first_item) - 1, schedule.tiles, schedule.parts) == (320, 1, 1)
     assert_as_good(project(x, weight)[0], x, weight)
     linear.blocks_at_once.cache_clear()
 
@@ -214,20 +239,20 @@ def segments(*matrices):
 
 
 def busiest(segments, schedule):
-    """The largest block's bytes by brute force; checks that every tile is dealt once and that no warp has more pieces than are planned."""
+    """The largest block's bytes by brute force; checks that every item is dealt once, whole tiles unless there are two parts, that a tile is
+    no more than two blocks', and that no block has more tiles than are planned."""
     sizes = [(items, size) for tiles, items, size in segments for _ in range(tiles)]
-    first, cluster, most = schedule.first_tile.tolist(), schedule.cluster, 0
+    tile_of = [tile for tile, (items, _) in enumerate(sizes) for _ in range(items)]
+    first, most, owners = schedule.first_item.tolist(), 0, {}
     ranges = list(zip(first, first[1:], strict=False))
-    assert first[0] == 0 and first[-1] == len(sizes) and all(a <= b for a, b in ranges)
-    assert schedule.tiles == max(b - a for a, b in ranges)
-    for a, b in ranges:
-        for rank in range(cluster):
-            slices = [n * (rank + 1) // cluster - n * rank // cluster for n, _ in sizes[a:b]]
-            most = max(most, sum(n * size for n, (_, size) in zip(slices, sizes[a:b], strict=True)))
-            tile_of = [tile for tile, n in enumerate(slices) for _ in range(n)]
-            for warp in range(8):
-                part = tile_of[len(tile_of) * warp // 8 : len(tile_of) * (warp + 1) // 8]
-                assert not part or part[-1] - part[0] < schedule.pieces
+    assert first[0] == 0 and first[-1] == len(tile_of) and all(a <= b for a, b in ranges)
+    for block, (a, b) in enumerate(ranges):
+        mine = tile_of[a:b]
+        most = max(most, sum(sizes[tile][1] for tile in mine))
+        for tile in set(mine):
+            owners.setdefault(tile, []).append(block)
+        assert len(set(mine)) <= schedule.tiles
+    assert max(map(len, owners.values())) <= schedule.parts
     return most
 
 
@@ -251,35 +276,31 @@ PRO = {
 @pytest.mark.parametrize("name", PRO)
 @pytest.mark.parametrize("blocks", [264, 296])  # H200, B200
 def test_real_launches_are_dealt_evenly(name, blocks):
-    """No block has more than 1.19 times the mean (264 blocks, the large ones: 1.04)."""
+    """In bytes against the mean: one block has up to 1.04 times in launches that fill the machine, and those that may be split."""
     parts = segments(*PRO[name])
-    schedule = linear._schedule(parts, blocks)
+    split = "wo_b" in name
+    schedule = linear._schedule(parts, blocks, split)
     total = sum(tiles * items * size for tiles, items, size in parts)
-    clusters = len(schedule.first_tile) - 1
-    assert clusters * schedule.cluster <= blocks and schedule.pieces <= 16
+    assert len(schedule.first_item) - 1 <= blocks
+    assert schedule.parts == (2 if name in ("wo_b", "wo_b nvfp4") else 1)
     worst = busiest(parts, schedule) * blocks / total
-    assert worst < (1.04 if blocks == 264 and total > 30e6 else 1.19), worst
-    if name in ("wo_b", "wo_b nvfp4") and blocks == 264:
-        assert schedule.cluster == 4
+    if name in ("wq_a, wkv", "HCA"):  # fewer tiles than blocks
+        assert worst < 2.4, worst
+    else:
+        assert worst < (1.04 if blocks == 264 or schedule.parts == 2 else 1.19), worst
 
 
 def test_deals_of_any_size(rng):
-    for _ in range(300):
-        count = int(torch.randint(1, 9, (1,), generator=rng))
+    for n in range(300):
+        count = int(torch.randint(1, 9, (1,), generator=rng)) if n % 2 else 1
         parts = tuple((int(t), int(i), 4096) for t, i in zip(torch.randint(1, 60, (count,), generator=rng),
                                                              torch.randint(1, 20, (count,), generator=rng), strict=True))
         blocks = int(torch.randint(1, 320, (1,), generator=rng))
-        try:
-            schedule = linear._schedule.__wrapped__(parts, blocks)
-        except UserError as error:
-            assert "too many rows" in str(error) or "tiles a warp" in str(error)
-            continue
-        cluster = schedule.cluster
-        assert (len(schedule.first_tile) - 1) * cluster <= blocks
-        most = busiest(parts, schedule)
-        slices = [-(-items // cluster) * 4096 for _, items, _ in parts]
-        mean = sum(t * slice_ for (t, _, _), slice_ in zip(parts, slices, strict=True)) / (blocks // cluster)
-        assert most < max(mean, max(slices)) + max(slices)
+        schedule = linear._schedule.__wrapped__(parts, blocks, n % 4 == 0)
+        assert len(schedule.first_item) - 1 <= blocks
+        mean = sum(tiles * items * 4096 for tiles, items, _ in parts) / blocks
+        largest = max(items for _, items, _ in parts) * 4096
+        assert busiest(parts, schedule) < max(mean, largest) + largest
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -306,5 +327,3 @@ def test_what_is_refused(rng):
     for bad in ((), (weight, other), (weight,) * 9, (weight.rows(0, 0),)):
         with pytest.raises(UserError, match=r"pack_weights: expected 1 to 8 weights \[out, in\] of one in, found"):
             linear.pack_weights(bad)
-    with pytest.raises(UserError, match="linear: expected at most 16 tiles a warp"):
-        linear._schedule(((1000, 1, 4096),), 1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsv4 import formats
+from dsv4 import formats, ops
 from dsv4.errors import UserError
 from dsv4.kernels import experts as module
 from dsv4.ops.experts import Expert, Experts, moe_ref
@@ -38,7 +38,7 @@ def choice(rng, S, k, E):
 
 def run(x, packed, chosen, weights, limit=LIMIT, how=None):
     with emulated(**(how or {})):
-        return module.moe(x, packed, chosen, weights, limit)
+        return ops.whole(module.moe(x, packed, chosen, weights, limit), x.dtype)
 
 
 def exact(x, e, limit, weight):
@@ -79,7 +79,7 @@ def test_several_tokens(rng, S, kind, shared_kind):
     assert_right(rng, S, 192, 128, 8, 2, kind, shared_kind)
 
 
-# Several items a tile and a ragged last one; rows that fill no tile; fewer tiles than clusters; one expert; all experts; Pro's widths.
+# Several items a tile and a ragged last one; rows that fill no tile; fewer tiles than blocks; one expert; all experts; Pro's widths.
 @pytest.mark.parametrize("S,D,inner,E,k,kind", [
     (1, 1040, 528, 7, 6, "nvfp4"), (3, 544, 544, 3, 2, "mxfp4"), (1, 712, 392, 3, 3, "fp8"), (2, 264, 136, 3, 1, "plain"),
     (1, 16, 16, 1, 1, "nvfp4"), (4, 8, 8, 2, 2, "plain"), (8, 64, 48, 9, 8, "nvfp4"), (1, 7168, 16, 2, 1, "nvfp4"),
@@ -89,28 +89,29 @@ def test_sizes(rng, S, D, inner, E, k, kind):
     assert_right(rng, S, D, inner, E, k, kind, "plain" if kind == "plain" else "fp8")
 
 
-def test_a_shared_expert_that_is_most_of_the_work(rng):
-    """Eight tiles over six clusters: some have two of the shared expert's, more than an even part of all the bytes."""
+def test_a_shared_expert_that_is_most_of_the_work(rng, monkeypatch):
+    """Eight tiles over six blocks: some have two of the shared expert's, more than an even part of all the bytes."""
+    monkeypatch.setattr(module, "blocks_at_once", lambda device: 6)
     assert_right(rng, 1, 512, 64, 1, 1, "mxfp4", "plain")
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 7, 64, 264])
 def test_any_number_of_blocks(rng, monkeypatch, blocks):
-    """From one cluster with everything to more clusters than there are tiles, of which some have nothing to do."""
+    """From one block with everything to more blocks than there are tiles."""
     monkeypatch.setattr(module, "blocks_at_once", lambda device: blocks)
     assert_right(rng, 2, 64, 48, 6, 2, "nvfp4", "fp8")
 
 
 @pytest.mark.parametrize("kind,shared_kind", [("nvfp4", "fp8"), ("fp8", "plain")])
 def test_more_tiles_than_are_summed_at_a_time(rng, monkeypatch, kind, shared_kind):
-    """Eight tokens with up to 48 experts: one cluster has several hundred tiles, memory for about 15 at a time."""
-    monkeypatch.setattr(module, "blocks_at_once", lambda device: 2)
+    """Eight tokens with up to 48 experts: a block has several hundred tiles, memory for about 15 at a time."""
+    monkeypatch.setattr(module, "blocks_at_once", lambda device: 1)
     assert_right(rng, 8, 144, 80, 48, 6, kind, shared_kind)
 
 
-def test_more_tiles_than_fit_a_cluster(rng, monkeypatch):
-    """w2 of 65 tiles on one cluster: it becomes more clusters."""
-    monkeypatch.setattr(module, "blocks_at_once", lambda device: 4)
+def test_more_tiles_than_fit_a_block(rng, monkeypatch):
+    """w2 of 65 tiles on one block: it becomes more blocks."""
+    monkeypatch.setattr(module, "blocks_at_once", lambda device: 1)
     assert_right(rng, 8, 1040, 16, 2, 1, "plain", "plain")
 
 

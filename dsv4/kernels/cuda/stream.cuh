@@ -15,19 +15,21 @@
 //   kMxfp4   the same with a power of two for 32 columns; factor is 1 unless a scale is above 2.
 // Words of codes are re-coded by packing.py, which inverts expand_e2m1 and expand_e4m3: 8 operations for 8 e2m1, 4 for 4 e4m3.
 //
-// A block is 8 warps; two blocks fit an SM. A block's work is a sequence of items, of which each warp has an equal, contiguous part. It
-// streams them through a ring of its own in shared memory (bulk copies, an mbarrier a slot, no barrier with other warps). At the end of a
-// tile, or of its part of one, a warp leaves the 16 rows x tokens as a "piece" in shared memory; after one __syncthreads the pieces of a
-// tile are added in the order of the warps. So the result depends on shapes and partition alone, never on time, and no warp waits for
-// another before the end.
+// A block is 8 warps; two blocks fit an SM. A block's work is a sequence of items in memory's order, and warp w has items w, w + 8, w + 16, ..
+// of it: what the block reads at a time lies together (with a contiguous part a warp, an H200 took 8 to 15 % longer). A warp streams its
+// items through a ring of its own in shared memory (bulk copies, an mbarrier a slot, no barrier with other warps). Of each tile that it has
+// items of it leaves the 16 rows x tokens as a "piece" in shared memory; after a __syncthreads the pieces of a tile are added in the order
+// of the warps. So the result depends on shapes and partition alone, never on time. Where a block's tiles are more than there is memory for
+// pieces, they are added in rounds; for one token there is one round, and no warp waits for another before the end.
 //
 // A kernel (linear.cu is the model) has:
-//   struct Run                      consecutive items in memory: at least `const char* items; int count, format;`, and what the kernel
-//                                   needs to find x and to know the tile
-//   struct Walk { bool next(Run&) } one warp's runs in order, false for ever after the last. Copyable: one copy runs ahead to issue the
+//   struct Stretch                  a warp's items that follow each other in memory, kWarps apart: at least `const char* items; int count,
+//                                   format;`, and what the kernel needs to find x and to know the tile
+//   struct Walk { next(Stretch&) }  one warp's stretches in order; false for ever after the last. Copyable: one copy runs ahead to issue the
 //                                   copies, so it may read only what no earlier kernel writes (or the kernel waits before Stream::begin)
 //   Layout                          the block's shared memory, the same on host and device
-//   Stream<Walk, Run>               begin(), then item() and release() for every item, in the walk's order
+//   Source                          what the items are to the products: Stream::multiply()
+//   Stream<Walk, Stretch>           begin(), then multiply() for all items, in the walk's order
 //   Sum                             the products of items with x, for one tile
 //   Layout::keep(), piece_sum()     a warp's piece; after __syncthreads, the sum of a tile's
 #pragma once
@@ -46,6 +48,9 @@ __host__ __device__ constexpr int item_columns(int format) { return format == kB
 __host__ __device__ constexpr int item_bytes(int format) {
     return kCodes + (format == kFp8 ? 16 : format == kNvfp4 ? 512 : format == kMxfp4 ? 256 : 0);
 }
+
+// The columns of x that neighbouring lanes' parts are apart.
+__host__ __device__ constexpr int lane_columns(int format) { return format == kBf16 ? 8 : 16; }
 
 // ---------------------------------------------------------------------------------------------------------------- expansion
 
@@ -74,52 +79,70 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 
 // ------------------------------------------------------------------------------------------------------------------- products
 
+// A lane's part of x for one item: vectors of 8 consecutive columns, `kVectors` for an item. The first 8 are loaded before the item itself is
+// waited for, as x comes from L2 where L1 cannot hold it (16,384 columns: a third of the time was this wait), the others as they are used up.
+template <int kFormat, bool kWhole> struct Operand {
+    static constexpr int kVectors = kFormat == kBf16 ? 4 : kFormat == kFp8 ? 8 : 16, kHeld = kVectors < 8 ? kVectors : 8;
+    const __nv_bfloat16* x;  // this lane's token, at the lane's first column of the item (lane_columns); 16-byte aligned
+    int left;                // how many columns there are from there on, a multiple of 8; unless kWhole none beyond is read
+    uint4 held[kHeld];
+
+    static __device__ __forceinline__ constexpr int column(int n) {
+        return kFormat == kBf16 ? 32 * n : kFormat == kFp8 ? n / 2 * 64 + n % 2 * 8 : n / 4 * 128 + n / 2 % 2 * 64 + n % 2 * 8;
+    }
+    __device__ __forceinline__ uint4 load(int n) const {
+        return kWhole || column(n) < left ? load_16(x + column(n)) : uint4{0, 0, 0, 0};
+    }
+    __device__ __forceinline__ Operand(const __nv_bfloat16* x, int left) : x(x), left(left) {
+#pragma unroll
+        for (int n = 0; n < kHeld; n++) held[n] = load(n);
+    }
+    __device__ __forceinline__ uint4 take(int n) {
+        const uint4 value = held[n % kHeld];
+        if (n + kHeld < kVectors) held[n % kHeld] = load(n + kHeld);
+        return value;
+    }
+};
+
 // The sums of one tile's 16 rows with the 8 columns of operand B, spread over a warp: lane (g, q) has rows g (0, 1) and g + 8 (2, 3) of
 // tokens 2q (0, 2) and 2q + 1 (1, 3). Two sets, added at the end, so that two products are on the way at a time.
 struct Sum {
     float even[4] = {}, odd[4] = {};
 
-    // Adds one item in shared memory. x: this lane's token, at the item's first column; 16-byte aligned. left: how many columns of x there
-    // are from there on, a multiple of 8; none beyond is read.
-    __device__ __forceinline__ void add(int format, const char* item, const __nv_bfloat16* x, int left) {
-        if (format == kBf16) left >= 128 ? add_bf16<true>(item, x, left) : add_bf16<false>(item, x, left);
-        else if (format == kFp8) left >= 256 ? add_fp8<true>(item, x, left) : add_fp8<false>(item, x, left);
-        else if (format == kNvfp4) left >= 512 ? add_fp4<kNvfp4, true>(item, x, left) : add_fp4<kNvfp4, false>(item, x, left);
-        else left >= 512 ? add_fp4<kMxfp4, true>(item, x, left) : add_fp4<kMxfp4, false>(item, x, left);
-    }
-
     __device__ __forceinline__ float total(int i) const { return even[i] + odd[i]; }
 
-private:
-    template <bool kWhole> static __device__ __forceinline__ uint4 columns(const __nv_bfloat16* x, int column, int left) {
-        return kWhole || column < left ? load_16(x + column) : uint4{0, 0, 0, 0};
+    // Adds one item in shared memory, of which `mine` is the lane's first 16 bytes.
+    template <int kFormat, bool kWhole> __device__ __forceinline__ void add(const char* mine, Operand<kFormat, kWhole>& x) {
+        if constexpr (kFormat == kBf16) add_bf16(mine, x);
+        else if constexpr (kFormat == kFp8) add_fp8(mine, x);
+        else add_fp4<kFormat>(mine, x);
     }
 
+private:
     // A lane's 16 bytes are one operand A: two columns of row g, of row g + 8, the next two of g, of g + 8. Two such are 8 columns.
-    template <bool kWhole> __device__ __forceinline__ void add_bf16(const char* item, const __nv_bfloat16* x, int left) {
-        const int lane = threadIdx.x % 32, q = lane % 4;
+    template <class X> __device__ __forceinline__ void add_bf16(const char* mine, X& x) {
 #pragma unroll
         for (int u = 0; u < 4; u++) {
-            const uint4 a = load_16(item + 1024 * u + 16 * lane), next = load_16(item + 1024 * u + 512 + 16 * lane);
-            const uint4 b = columns<kWhole>(x, 32 * u + 8 * q, left);
+            const uint4 a = load_16(mine + 1024 * u), next = load_16(mine + 1024 * u + 512);
+            const uint4 b = x.take(u);
             mma_bf16(even, {a.x, a.y, a.z, a.w}, {b.x, b.y});
             mma_bf16(odd, {next.x, next.y, next.z, next.w}, {b.z, b.w});
         }
     }
 
-    // 16 bytes of row g, then of row g + 8, are 16 columns in four words.
-    template <bool kWhole> __device__ __forceinline__ void add_fp8(const char* item, const __nv_bfloat16* x, int left) {
-        const int lane = threadIdx.x % 32, q = lane % 4;
-        const uint4 bits = load_16(item + kCodes);  // of the first 128 columns, then of the others: the scale of rows 0-7, of rows 8-15
+    // 16 bytes of row g, then of row g + 8, are 16 columns in four words. The scales are those of rows 0 to 7 and 8 to 15, for the first 128
+    // columns and for the others.
+    template <class X> __device__ __forceinline__ void add_fp8(const char* mine, X& x) {
+        const uint4 bits = load_16(mine + kCodes - 16 * (threadIdx.x % 32));
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float part[4] = {};
 #pragma unroll
             for (int u = 2 * half; u < 2 * half + 2; u++) {
-                const uint4 low = load_16(item + 1024 * u + 16 * lane), high = load_16(item + 1024 * u + 512 + 16 * lane);
+                const uint4 low = load_16(mine + 1024 * u), high = load_16(mine + 1024 * u + 512);
 #pragma unroll
                 for (int p = 0; p < 4; p += 2) {
-                    const uint4 b = columns<kWhole>(x, 64 * u + 16 * q + 4 * p, left);
+                    const uint4 b = x.take(2 * u + p / 2);
                     mma_fp8(part, word(low, p), word(high, p), b.x, b.y);
                     mma_fp8(part, word(low, p + 1), word(high, p + 1), b.z, b.w);
                 }
@@ -132,19 +155,19 @@ private:
 
     // A lane has 16 consecutive columns, one group of NVFP4, in two words, twice in its 16 bytes. Its scales are 16 bytes: for
     // each 64 columns those of rows g and g + 8. MXFP4: lanes 2i and 2i + 1 share the group of 32 and these bytes.
-    template <int kFormat, bool kWhole> __device__ __forceinline__ void add_fp4(const char* item, const __nv_bfloat16* x, int left) {
-        const int lane = threadIdx.x % 32, q = lane % 4;
-        const uint4 scales = load_16(item + kCodes + 16 * (kFormat == kNvfp4 ? lane : lane / 2));
-#pragma unroll(kWhole ? 4 : 1)
+    template <int kFormat, class X> __device__ __forceinline__ void add_fp4(const char* mine, X& x) {
+        const int lane = threadIdx.x % 32;
+        const uint4 scales = load_16(mine + kCodes - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
+#pragma unroll
         for (int u = 0; u < 4; u++) {
-            const uint4 low = load_16(item + 1024 * u + 16 * lane), high = load_16(item + 1024 * u + 512 + 16 * lane);
+            const uint4 low = load_16(mine + 1024 * u), high = load_16(mine + 1024 * u + 512);
             const uint32_t four = word(scales, u);
 #pragma unroll
             for (int v = 0; v < 2; v++) {
                 const uint32_t low_scale = scale<kFormat>(four, 2 * v), high_scale = scale<kFormat>(four, 2 * v + 1);
 #pragma unroll
                 for (int p = 2 * v; p < 2 * v + 2; p++) {
-                    const uint4 b = columns<kWhole>(x, 128 * u + 64 * v + 16 * q + 8 * (p % 2), left);
+                    const uint4 b = x.take(4 * u + p);
                     uint32_t l[4], h[4];
                     expand_e2m1(word(low, p), l);
                     expand_e2m1(word(high, p), h);
@@ -177,35 +200,20 @@ private:
 
 // ---------------------------------------------------------------------------------------------------------------------- shared memory
 
-// A block's shared memory: a ring of `depth` slots for each warp, up to `pieces` pieces for each warp, up to `sums` tiles' sums (for
-// clusters; 0 where unused), the rings' barriers and the tiles each warp has pieces of. Tiles are counted from the block's first.
+// A block's shared memory: a ring of `depth` slots and up to `pieces` pieces for each warp, and the rings' barriers.
 struct Layout {
-    int depth, slot_bytes, pieces, sums, tokens;
+    int depth, slot_bytes, pieces, tokens;
 
     __host__ __device__ int piece_floats() const { return kRows * tokens; }
     __host__ __device__ int piece_offset() const { return kWarps * depth * slot_bytes; }
-    __host__ __device__ int sum_offset() const { return piece_offset() + kWarps * pieces * piece_floats() * 4; }
-    __host__ __device__ int barrier_offset() const { return sum_offset() + sums * piece_floats() * 4; }
-    __host__ __device__ int range_offset() const { return barrier_offset() + kWarps * depth * 8; }
-    __host__ __device__ int bytes() const { return range_offset() + kWarps * 8; }
+    __host__ __device__ int barrier_offset() const { return piece_offset() + kWarps * pieces * piece_floats() * 4; }
+    __host__ __device__ int bytes() const { return barrier_offset() + kWarps * depth * 8; }
 
     __device__ __forceinline__ float* piece(char* memory, int warp, int index) const {
         return reinterpret_cast<float*>(memory + piece_offset()) + (warp * pieces + index) * piece_floats();
     }
-    __device__ __forceinline__ float* sum(char* memory, int tile) const {
-        return reinterpret_cast<float*>(memory + sum_offset()) + tile * piece_floats();
-    }
-    __device__ __forceinline__ int* range(char* memory, int warp) const {
-        return reinterpret_cast<int*>(memory + range_offset()) + 2 * warp;
-    }
 
-    // Every warp calls it once: it will keep pieces of tiles first..last, or of none (last < first).
-    __device__ __forceinline__ void set_range(char* memory, int first, int last) const {
-        const int warp = threadIdx.x / 32;
-        if (threadIdx.x % 32 == 0) range(memory, warp)[0] = first, range(memory, warp)[1] = last;
-    }
-
-    // The warp's piece number `index` (its tile - first): element [token][row].
+    // The warp's piece of the round's tile number `index`: element [token][row].
     __device__ __forceinline__ void keep(char* memory, int index, const Sum& sum) const {
         const int lane = threadIdx.x % 32, row = lane / 4, token = 2 * (lane % 4);
         float* to = piece(memory, threadIdx.x / 32, index) + token * kRows + row;
@@ -213,27 +221,31 @@ struct Layout {
         if (token + 1 < tokens) to[kRows] = sum.total(1), to[kRows + 8] = sum.total(3);
     }
 
-    // Element token * kRows + row of a tile: the sum of the block's pieces, in the order of the warps. After a barrier of the block.
-    __device__ __forceinline__ float piece_sum(char* memory, int tile, int element) const {
+    // Element token * kRows + row of a tile: the sum of the pieces of the warps that had one of its items, which are `first` .. `end` - 1 in the
+    // sequence that was dealt; in the order of the warps, after a barrier of the block.
+    __device__ __forceinline__ float piece_sum(char* memory, int index, int element, int first, int end) const {
         float total = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < kWarps; warp++) {
-            const int first = range(memory, warp)[0], last = range(memory, warp)[1];
-            if (first <= tile && tile <= last) total += piece(memory, warp, tile - first)[element];
-        }
+        for (int warp = 0; warp < kWarps; warp++)
+            if (((warp - first) & (kWarps - 1)) < end - first) total += piece(memory, warp, index)[element];
         return total;
     }
 };
 
 // ------------------------------------------------------------------------------------------------------------------------------ stream
 
+// The number of this thread's warp, which the compiler then knows to be the same in all of its lanes.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, int(threadIdx.x) / 32, 0); }
+
 // One warp's items on their way through its ring. The warp that has read a slot refills it itself, so a slot needs no second barrier.
-template <class Walk, class Run> class Stream {
+// What changes from item to item is pointers that are moved on.
+template <class Walk, class Stretch> class Stream {
 public:
     // Shared memory as of `layout`, whose barriers this warp sets up.
-    __device__ __forceinline__ Stream(const Layout& layout, char* memory)
-        : depth_(layout.depth), slot_bytes_(layout.slot_bytes), slots_(memory + threadIdx.x / 32 * layout.depth * layout.slot_bytes),
-          full_(reinterpret_cast<uint64_t*>(memory + layout.barrier_offset()) + threadIdx.x / 32 * layout.depth) {
+    __device__ __forceinline__ Stream(const Layout& layout, char* memory) : depth_(layout.depth), slot_bytes_(layout.slot_bytes) {
+        const int warp = warp_index();
+        slot_ = memory + warp * depth_ * slot_bytes_;
+        full_ = reinterpret_cast<uint64_t*>(memory + layout.barrier_offset()) + warp * depth_;
         if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
             for (int i = 0; i < depth_; i++) mbarrier_init(full_ + i, 1);
@@ -248,52 +260,61 @@ public:
         resume();
     }
 
-    // Whether the next item to be issued is none of the run that was last asked for, nor of what the walk has left.
-    __device__ __forceinline__ bool dry() const { return left_ == 0 && ahead_.left == 0; }
-
-    // Whether resume() would ask the walk for a run.
-    __device__ __forceinline__ bool thirsty() const { return filled_ < depth_ && dry(); }
-
-    // Fills the slots that begin() found no item for: a walk may end, for a time, before grid_dependency_wait(). Before the first item().
+    // Fills the slots that begin() found no item for: a walk may end, for a time, before grid_dependency_wait(). Before the first multiply().
     __device__ __forceinline__ void resume() {
 #pragma unroll 1
-        while (filled_ < depth_ && issue(filled_)) filled_++;
+        for (; filled_ < depth_ && (left_ || refill()); filled_++) issue(slot_ + filled_ * slot_bytes_, full_ + filled_);
     }
 
-    // The next item, waited for.
-    __device__ __forceinline__ const char* item() {
-        mbarrier_wait(full_ + slot_, parity_);
-        return slots_ + slot_ * slot_bytes_;
-    }
-
-    // The item has been read: its slot gets the next one to be issued.
-    __device__ __forceinline__ void release() {
-        __syncwarp();
-        issue(slot_);
-        if (++slot_ == depth_) slot_ = 0, parity_ ^= 1;
+    // The products of the next items with x, all of one format. Source tells what the items are: more(), whether there is another one; x() and
+    // left(), this lane's token from the item's first column on and how many columns it has from there; next(), to the warp's next item,
+    // returns whether the sum is complete, which then goes to done(sum). whole: no item is beyond the columns' end.
+    template <class Source> __device__ __forceinline__ void multiply(int format, bool whole, Source& source) {
+        if (format == kBf16) whole ? run<kBf16, true>(source) : run<kBf16, false>(source);
+        else if (format == kFp8) whole ? run<kFp8, true>(source) : run<kFp8, false>(source);
+        else if (format == kNvfp4) whole ? run<kNvfp4, true>(source) : run<kNvfp4, false>(source);
+        else whole ? run<kMxfp4, true>(source) : run<kMxfp4, false>(source);
     }
 
 private:
-    // Whether there was an item.
-    __device__ __forceinline__ bool issue(int slot) {
-        if (left_ == 0) {
-            Run run;
-            if (!ahead_.next(run)) return false;
-            next_ = run.items, left_ = run.count, bytes_ = item_bytes(run.format);
+    template <int kFormat, bool kWhole, class Source> __device__ __forceinline__ void run(Source& source) {
+        const int lane = threadIdx.x % 32, skip = lane_columns(kFormat) * (lane % 4);
+        Sum sum;
+#pragma unroll 1
+        while (source.more()) {
+            Operand<kFormat, kWhole> operand(source.x() + skip, source.left() - skip);
+            mbarrier_wait(full_, parity_);
+            sum.add(slot_ + 16 * lane, operand);
+            __syncwarp();
+            if (left_ || refill()) issue(slot_, full_);
+            slot_ += slot_bytes_, full_++;
+            if (++index_ == depth_) index_ = 0, parity_ ^= 1, slot_ -= depth_ * slot_bytes_, full_ -= depth_;
+            if (source.next()) source.done(sum), sum = Sum();
         }
-        if (threadIdx.x % 32 == 0) {
-            mbarrier_expect(full_ + slot, bytes_);
-            bulk_load(slots_ + slot * slot_bytes_, next_, bytes_, full_ + slot);
-        }
-        next_ += bytes_, left_--;
+    }
+
+    // The next stretch to be issued; whether there is one.
+    __device__ __forceinline__ bool refill() {
+        Stretch stretch;
+        if (!ahead_.next(stretch)) return false;
+        next_ = stretch.items, left_ = stretch.count, bytes_ = item_bytes(stretch.format);
         return true;
     }
 
+    // Copies the next item to a slot.
+    __device__ __forceinline__ void issue(char* slot, uint64_t* full) {
+        if (threadIdx.x % 32 == 0) {
+            mbarrier_expect(full, bytes_);
+            bulk_load(slot, next_, bytes_, full);
+        }
+        next_ += kWarps * bytes_, left_--;
+    }
+
     int depth_, slot_bytes_;
-    char* slots_;
-    uint64_t* full_;
-    int slot_ = 0, parity_ = 0, filled_ = 0;
+    char* slot_;      // whose turn it is
+    uint64_t* full_;  // its barrier
+    int index_ = 0, parity_ = 0, filled_ = 0;
     Walk ahead_;
     const char* next_ = nullptr;
-    int left_ = 0, bytes_ = 0;
+    int left_ = 0, bytes_ = 0;  // left_: items of the stretch that is being issued
 };
