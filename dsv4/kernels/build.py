@@ -132,15 +132,7 @@ def compile_into(cache: Path, target: str, make) -> Path:
     path = cache / target
     if path.exists():
         return path
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        _remove_dead_builds(cache)
-        mine = f"{_BUILDING}{socket.gethostname()}-{os.getpid()}-"
-        folder = tempfile.TemporaryDirectory(dir=cache, prefix=mine, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise UserError(f"kernels: expected a folder that can be written for compiled kernels, found {cache} ({_short(error)}): "
-                        "set DSV4_KERNEL_CACHE to another folder") from None
-    with folder as name:
+    with building_folder(cache) as name:
         made, report = make(Path(name))
         try:
             text = Path(name) / "report.txt"
@@ -151,6 +143,21 @@ def compile_into(cache: Path, target: str, make) -> Path:
             raise UserError(f"kernels: expected to write {path}, found {_short(error)}: free some space there, or set DSV4_KERNEL_CACHE "
                             "to another folder") from None
     return path
+
+
+def building_folder(cache: Path) -> tempfile.TemporaryDirectory:
+    """A folder of this process inside the cache, so that what is made there gets its place by a rename. Removes those of killed builds.
+
+    Raises UserError if the cache cannot be written.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_dead_builds(cache)
+        mine = f"{_BUILDING}{socket.gethostname()}-{os.getpid()}-"
+        return tempfile.TemporaryDirectory(dir=cache, prefix=mine, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(f"kernels: expected a folder that can be written for compiled kernels, found {cache} ({_short(error)}): "
+                        "set DSV4_KERNEL_CACHE to another folder") from None
 
 
 def _remove_dead_builds(cache: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -53,6 +54,10 @@ class Kernel:
         self._on_host = [kind == HOST for kind in arguments.values()]
         self._functions: dict[int, Callable] = {}  # by device index
 
+    def built(self, arch: str) -> Path:
+        """The shared object for an architecture, compiled if need be."""
+        return build.build(self.name, arch)
+
     def bind(self, library: ctypes.CDLL) -> Callable:
         """The C function with its argument types declared."""
         function = getattr(library, self.name)
@@ -100,7 +105,7 @@ class Kernel:
 
     def _on_gpu(self, device: int, addresses: list) -> int:
         if device not in self._functions:
-            self._functions[device] = self.bind(ctypes.CDLL(str(build.build(self.name, architecture(torch.device("cuda", device))))))
+            self._functions[device] = self.bind(ctypes.CDLL(str(self.built(architecture(torch.device("cuda", device))))))
         before = torch.cuda.current_device()
         if before != device:
             torch.cuda.set_device(device)

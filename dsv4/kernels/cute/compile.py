@@ -1,0 +1,134 @@
+"""The child process of build.py: compiles tiles for one architecture into shared objects, with no GPU. This module imports the DSL.
+
+    CUTE_DSL_ARCH=sm_90a python -m dsv4.kernels.cute.compile FOLDER NAME...
+
+The DSL makes a host function that takes addresses of its arguments, builds the TMA descriptors and launches. A few lines of C++ around it
+give it the interface of the kernels of ../cuda and load its code onto each GPU that it is first called on. nvcc links both with the DSL's
+static runtime and CUDA's. For each NAME, FOLDER gets NAME.so and NAME.json (registers, stack, ptx), and a line "NAME" on stdout says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from cutlass.cute.runtime import make_ptr
+
+from ..build import find_nvcc
+from .gemm_sm90 import Gemm
+from .tiles import TILES, Tile
+
+ADDRESSES, SIZES = ("x", "w", "x_scale", "w_scale", "out"), ("m", "n", "k", "batch", "processors")
+SHIM = """
+// Declared here and not included: an object of one CUDA release must not depend on another one's headers.
+#include <mutex>
+extern "C" {
+int cudaGetDevice(int*);
+void %(prefix)s_init(void**);            // (&library, &error)
+void %(prefix)s_load_to_device(void**);  // (&library, &device, &error)
+void %(call)s(void**, int);              // (addresses of all arguments, of the error; how many)
+
+static int load() {
+    static std::mutex mutex;
+    static void* library;
+    static bool made, loaded[64];
+    void* at = &library;
+    int device, error = cudaGetDevice(&device);
+    if (error) return error;
+    if (device >= 64) return 101;  // cudaErrorInvalidDevice
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!made) {
+        void* arguments[] = {&at, &error};
+        %(prefix)s_init(arguments);
+        if (error) return error;
+        made = true;
+    }
+    if (!loaded[device]) {
+        void* arguments[] = {&at, &device, &error};
+        %(prefix)s_load_to_device(arguments);
+        loaded[device] = !error;
+    }
+    return error;
+}
+
+int %(name)s(%(declaration)s, void* stream) {
+    int error = load();
+    if (error) return error;
+    void* arguments[] = {%(addresses)s, &stream, &error};
+    %(call)s(arguments, sizeof arguments / sizeof *arguments);
+    return error;
+}
+}
+"""
+
+
+def shim(name: str, header: str) -> str:
+    """The C++ source for the object whose header the DSL wrote."""
+    call = re.search(r"void (_mlir_\w+_mlir_ciface_\w+)\(void \*\*args", header)[1]
+    declaration = ", ".join([f"const void* {a}" for a in ADDRESSES] + [f"int {s}" for s in SIZES])
+    return SHIM % {"name": name, "prefix": f"_mlir_{name}_cuda", "call": call, "declaration": declaration,
+                   "addresses": ", ".join(f"&{a}" for a in ADDRESSES + SIZES)}
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of the cubin's one kernel. Spilled registers lie on the stack.
+
+    From the ELF's .nv.info sections: records of a format byte, a kind byte and 2 bytes of size (format 4) or value.
+    """
+    at, = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    found = {}
+    for i in range(count):
+        kind, = struct.unpack_from("<I", cubin, at + i * size + 4)
+        offset, length = struct.unpack_from("<QQ", cubin, at + i * size + 24)
+        if kind != 0x70000000:  # SHT_CUDA_INFO
+            continue
+        place = offset
+        while place < offset + length:
+            form, record, extent = struct.unpack_from("<BBH", cubin, place)
+            if form == 4 and record in (0x2F, 0x11) and extent == 8:  # register count, frame size: (symbol, value)
+                found[record] = max(found.get(record, 0), struct.unpack_from("<II", cubin, place + 4)[1])
+            place += 4 + (extent if form == 4 else 0)
+    return found[0x2F], found[0x11]
+
+
+def compile_tile(tile: Tile, folder: Path) -> None:
+    """folder/NAME.so and folder/NAME.json."""
+    parts = folder / f"{tile.name}.parts"  # a folder a tile: the DSL names its files by the types of the arguments alone
+    parts.mkdir()
+    value = Float8E4M3FN if tile.kind == "e4m3" else BFloat16
+    pointers = [make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=16) for t in (value, value, Float32, Float32, BFloat16)]
+    arguments = *pointers, *[Int32(1)] * len(SIZES), cuda.CUstream(0)
+    made = cute.compile(Gemm(tile), *arguments, options=f"--keep-ptx --keep-cubin --dump-dir={parts}")
+    made.export_to_c(file_path=str(parts), file_name=tile.name, function_prefix=tile.name)
+    source = parts / "shim.cpp"
+    source.write_text(shim(tile.name, (parts / f"{tile.name}.h").read_text()))
+    nvcc = find_nvcc()
+    runtime = next(Path(cutlass.__file__).parents[2].glob("cu1*/lib/libcuda_dialect_runtime_static.a"))
+    command = [nvcc.path, *nvcc.link, "-shared", "-O2", "-Xcompiler", "-fPIC", str(source), str(parts / f"{tile.name}.o"), str(runtime),
+               "-o", str(folder / f"{tile.name}.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tile.name} does not link: {' '.join(command)}\n{done.stdout}{done.stderr}")
+    registers, stack = usage(made.__cubin__)
+    (folder / f"{tile.name}.json").write_text(json.dumps({"registers": registers, "stack": stack, "ptx": made.__ptx__}))
+
+
+def main() -> None:
+    folder, wanted = Path(sys.argv[1]), set(sys.argv[2:])
+    for tile in TILES:
+        if tile.name in wanted:
+            compile_tile(tile, folder)
+            print(tile.name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

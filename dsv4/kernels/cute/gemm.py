@@ -1,0 +1,90 @@
+"""Matrix products for many tokens on a Hopper GPU, by the tile that choice.py finds. See gemm_sm90.py for the arithmetic."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from ...formats import E4M3_MAX, power_of_two_ceil
+from ..launch import IN, OUT, WEIGHT, Kernel, expect
+from . import build
+from .choice import choose
+from .tiles import SCALE_BLOCK, TILES, Tile
+
+_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "out": OUT,
+              "m": int, "n": int, "k": int, "batch": int, "processors": int}
+
+
+class CuteKernel(Kernel):
+    """The C function of one tile."""
+
+    def __init__(self, tile: Tile):
+        super().__init__(tile.name, _ARGUMENTS)
+        self.tile = tile
+
+    def built(self, arch: str) -> Path:
+        return build.build(self.tile, arch)
+
+
+KERNELS = {tile: CuteKernel(tile) for tile in TILES}
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an H200's for a CPU, where kernels are emulated."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def gemm(x: torch.Tensor, w: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
+    """x [M, K] @ w [N, K]^T -> [M, N], or x [M, G, K] with w [G * N, K] -> [M, G, N]: group g of x meets rows [g * N, (g + 1) * N) of w.
+
+    All in bf16; fp32 sums, one rounding. Any M and G, K and N multiples of 8. `tile`: instead of the chosen one. Raises UserError for
+    other shapes or dtypes.
+    """
+    groups = x.shape[1] if x.dim() == 3 else 1
+    expect(x.dim() in (2, 3) and w.dim() == 2 and x.shape[-1] == w.shape[1] and groups > 0 and w.shape[0] % groups == 0 and w.shape[1] > 0
+           and w.shape[1] % 8 == 0 and w.shape[0] // groups % 8 == 0 and x.dtype == w.dtype == torch.bfloat16, "gemm",
+           "x [M, K] and w [N, K], or x [M, G, K] and w [G N, K], in bf16, K and N multiples of 8", x=x, w=w)
+    return _launch("bf16", x.contiguous(), w, None, None, groups, tile)
+
+
+def fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> what gemm_fp8 takes: e4m3 [M, K] and fp32 scales [ceil(K / 128), M rounded up to 4], zeros in the fill.
+
+    The values of ops.quant.fp8_round_trip with blocks of 128. Scales of one block of K lie together, as a tile of tokens needs them.
+    """
+    M, K = x.shape
+    v = torch.nn.functional.pad(x.float(), (0, -K % SCALE_BLOCK)).unflatten(-1, (-1, SCALE_BLOCK))
+    scale = power_of_two_ceil(v.abs().amax(-1).clamp_min(1e-4) * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=x.device))
+    values = (v / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return values.flatten(-2)[:, :K].contiguous(), torch.nn.functional.pad(scale.T, (0, -M % 4)).contiguous()
+
+
+def gemm_fp8(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
+    """x [M, K] and w [N, K] in e4m3, x_scale as `fp8_rows` makes it, w_scale fp32 [ceil(N / 128), ceil(K / 128)] -> x @ w^T [M, N] in bf16.
+
+    Any M, K a multiple of 16, N of 8. The tensor cores sum 128 products, fp32 FMAs the rest, one rounding. Raises UserError for other
+    shapes or dtypes.
+    """
+    fine = x.dim() == w.dim() == 2 and x.shape[1] == w.shape[1] > 0 and w.shape[1] % 16 == 0 and w.shape[0] % 8 == 0
+    if fine:
+        (M, K), N = x.shape, w.shape[0]
+        blocks = -(-K // SCALE_BLOCK)
+        fine = x_scale.shape == (blocks, -(-M // 4) * 4) and w_scale.shape == (-(-N // SCALE_BLOCK), blocks)
+    expect(fine and x.dtype == w.dtype == torch.float8_e4m3fn and x_scale.dtype == w_scale.dtype == torch.float32, "gemm_fp8",
+           "x [M, K] and w [N, K] in e4m3, K a multiple of 16, N of 8, with fp32 scales [ceil(K / 128), M rounded up to 4] and "
+           "[ceil(N / 128), ceil(K / 128)]", x=x, x_scale=x_scale, w=w, w_scale=w_scale)
+    return _launch("e4m3", x.contiguous(), w, x_scale, w_scale, 1, tile)
+
+
+def _launch(kind: str, x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor | None, w_scale: torch.Tensor | None, groups: int,
+            tile: Tile | None) -> torch.Tensor:
+    m, n, k = x.shape[0], w.shape[0] // groups, w.shape[1]
+    out = torch.empty(*x.shape[:-1], n, dtype=torch.bfloat16, device=x.device)
+    if out.numel():
+        count = processors(x.device)
+        tile = tile or choose(kind, m, n, k, groups, count)
+        KERNELS[tile](x=x, w=w, x_scale=x_scale, w_scale=w_scale, out=out, m=m, n=n, k=k, batch=groups, processors=count)
+    return out

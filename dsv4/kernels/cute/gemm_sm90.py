@@ -1,0 +1,397 @@
+"""out = x @ w^T on Hopper's tensor cores, in CuTeDSL: bf16, or e4m3 with DeepSeek's block scales. tiles.py says what a tile is.
+
+x [m, batch, k] and w [batch * n, k] lie K-major, out [m, batch, n] is bf16; sums are fp32, rounded once. e4m3 has one fp32 scale per token
+and 128 of K and one per 128 x 128 of w; the tensor cores sum 128 products (Hopper keeps 14 bits of the largest), everything beyond is fp32:
+
+    out[i, j] = sum over blocks b of 128 of x_scale[b, i] * w_scale[j / 128, b] * sum over k in b of x[i, k] * w[j, k]
+
+A block of threads is one warp that loads and `rows` / 64 warpgroups that multiply, 64 rows each. The loader brings x and w by TMA into a
+ring of stages, each 128 bytes of K wide (one atom of the 128-byte swizzle: 64 bf16 or 128 e4m3); `full[stage]` says that one has come,
+`empty[stage]` that every reader is done with it. Each warpgroup has a wgmma in flight while it waits for the next stage; with e4m3 it also
+adds the last block's products to its sums meanwhile, which is why these products have two sets of registers. A block goes from tile to
+tile until none is left; while one tile is stored, the next one's stages come.
+
+cluster: blocks one below the other need the same w, so each loads a part of it for all (multicast), which halves what comes from L2. A
+stage is empty when the warpgroups of all of them are done with it.
+split: few tiles and a long K leave the GPU idle, so a cluster divides K; then every block adds up the partial sums of its share of the
+rows, in the order of K, so that the result does not depend on who was first.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from .tiles import COLUMNS_OUT, SCALE_BLOCK, TURN, Tile
+
+K, SMEM = OperandMajorMode.K, warpgroup.OperandSource.SMEM
+WARPGROUP, WARP = 128, 32
+OUT_BUFFERS = 2  # of 64 x COLUMNS_OUT a warpgroup: one is filled while the other one is stored
+RASTER_ROWS = 2048  # rows whose tiles are done before the next ones: a wave reads about as much of x as of w
+LOADER_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread, where they are moved
+
+
+@cute.jit
+def following(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """The next place of the ring, and the parity that its barriers' phases have there."""
+    stage += 1
+    if stage == stages:
+        stage, phase = Int32(0), phase ^ 1
+    return stage, phase
+
+
+class Gemm:
+    """The kernel for one tile. `__call__` is what is compiled: the host's side, which makes the TMA descriptors and launches."""
+
+    def __init__(self, tile: Tile):
+        self.tile = tile
+        self.scaled = tile.kind == "e4m3"
+        self.dtype = Float8E4M3FN if self.scaled else BFloat16
+        self.groups = tile.rows // 64
+        self.threads = (self.groups + 1) * WARPGROUP
+        self.blocks = tile.cluster * tile.split  # of a cluster: one of the two is 1
+        self.moves_registers = self.scaled and self.groups == 2  # three sets of sums do not fit into the 168 that 384 threads have each
+
+    @cute.jit
+    def __call__(self, x_address: cute.Pointer, w_address: cute.Pointer, x_scale_address: cute.Pointer, w_scale_address: cute.Pointer,
+                 out_address: cute.Pointer, m: Int32, n: Int32, k: Int32, batch: Int32, processors: Int32, stream: cuda.CUstream):
+        tile, dtype = self.tile, self.dtype
+        k, n = cute.assume(k, divby=16 * 8 // dtype.width), cute.assume(n, divby=8)  # TMA wants rows of a multiple of 16 bytes
+        row, matrix = Int64(batch) * k, Int64(n) * k
+        x = cute.make_tensor(x_address, cute.make_layout((m, k, batch), stride=(row, 1, k)))
+        w = cute.make_tensor(w_address, cute.make_layout((n, k, batch), stride=(k, 1, matrix)))
+        out = cute.make_tensor(out_address, cute.make_layout((m, n, batch), stride=(Int64(batch) * n, 1, n)))
+
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        x_stages = cute.tile_to_shape(atom, (tile.rows, tile.depth, tile.stages), order=(0, 1, 2))
+        w_stages = cute.tile_to_shape(atom, (tile.columns, tile.depth, tile.stages), order=(0, 1, 2))
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        out_buffers = cute.tile_to_shape(atom, (64, COLUMNS_OUT, OUT_BUFFERS, self.groups), order=(0, 1, 2, 3))
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(tile.cluster > 1) else load
+        load_x, x = cpasync.make_tiled_tma_atom(load, x, cute.select(x_stages, mode=[0, 1]), (tile.rows, tile.depth))
+        load_w, w = cpasync.make_tiled_tma_atom(shared, w, cute.select(w_stages, mode=[0, 1]), (tile.columns, tile.depth), tile.cluster)
+        store_out, stored = cpasync.make_tiled_tma_atom(store, out, cute.select(out_buffers, mode=[0, 1]), (64, COLUMNS_OUT))
+        load_x_scale, x_scale, w_scale = None, None, None
+        if const_expr(self.scaled):
+            k_blocks = cute.ceil_div(k, SCALE_BLOCK)
+            padded = cute.assume(cute.round_up(m, 4), divby=4)
+            x_scale = cute.make_tensor(x_scale_address, cute.make_layout((padded, k_blocks), stride=(1, padded)))
+            w_blocks = cute.make_layout((cute.ceil_div(n, SCALE_BLOCK), k_blocks), stride=(k_blocks, 1))
+            w_scale = cute.make_tensor(w_scale_address, w_blocks)
+            load_x_scale, x_scale = cpasync.make_tiled_tma_atom(load, x_scale, cute.make_layout((tile.rows, 1)), (tile.rows, 1))
+
+        tiles = cute.round_up(cute.ceil_div(m, tile.rows), tile.cluster) * cute.ceil_div(n, tile.columns) * batch
+        grid = tiles * tile.split if const_expr(tile.split > 1) else cutlass.min(tiles, processors // tile.cluster * tile.cluster)
+        self.kernel(load_x, x, load_w, w, load_x_scale, x_scale, w_scale, store_out, stored, out, x_stages, w_stages, out_buffers).launch(
+            grid=[grid, 1, 1], block=[self.threads, 1, 1], cluster=[self.blocks, 1, 1] if const_expr(self.blocks > 1) else None,
+            min_blocks_per_mp=1, stream=stream)
+
+    @cute.kernel
+    def kernel(self, load_x: cute.CopyAtom, x: cute.Tensor, load_w: cute.CopyAtom, w: cute.Tensor, load_x_scale: cute.CopyAtom | None,
+               x_scale: cute.Tensor | None, w_scale: cute.Tensor | None, store_out: cute.CopyAtom, stored: cute.Tensor, out: cute.Tensor,
+               x_stages: cute.ComposedLayout, w_stages: cute.ComposedLayout, out_buffers: cute.ComposedLayout):
+        tile = self.tile
+        thread = cute.arch.thread_idx()[0]
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+        smem = cutlass.memory.SmemAllocator()
+        full = smem.allocate_array(Int64, tile.stages)
+        empty = smem.allocate_array(Int64, tile.stages)
+        ring = smem.allocate(tile.stages * tile.stage_bytes, byte_alignment=1024)
+        s_x = cute.make_tensor(cute.recast_ptr(ring, x_stages.inner, self.dtype), x_stages.outer)
+        s_w = cute.make_tensor(cute.recast_ptr(ring + tile.stages * tile.rows * 128, w_stages.inner, self.dtype), w_stages.outer)
+        s_scale = None
+        if const_expr(self.scaled):
+            scales = ring + tile.stages * (tile.rows + tile.columns) * 128
+            s_scale = cute.make_tensor(cute.recast_ptr(scales, dtype=Float32), cute.make_layout((tile.rows, 1, tile.stages)))
+        s_out = None
+        if const_expr(tile.split == 1):
+            s_out = smem.allocate_tensor(BFloat16, out_buffers.outer, byte_alignment=1024, swizzle=out_buffers.inner)
+        if thread == 0:
+            for descriptor in [load_x, load_w, store_out]:
+                cpasync.prefetch_descriptor(descriptor)
+            for i in range_constexpr(tile.stages):
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, tile.cluster * self.groups * WARPGROUP // WARP)
+        cute.arch.mbarrier_init_fence()
+        self.sync_cluster()
+
+        k_tiles = cute.ceil_div(cute.ceil_div(x.shape[1], tile.depth), tile.split)  # of this block; beyond K, TMA brings zeros
+        if const_expr(self.scaled):
+            k_tiles = cute.round_up(k_tiles, TURN)
+        first_k = rank * k_tiles if const_expr(tile.split > 1) else Int32(0)
+        rows_down, per_batch = self.extent(out)
+        first, step = cute.arch.block_idx()[0] // self.blocks, cute.arch.grid_dim()[0] // self.blocks
+        last = per_batch * out.shape[2]
+
+        if group == self.groups:
+            if const_expr(self.moves_registers):
+                cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if thread < self.groups * WARPGROUP + WARP:
+                self.load(load_x, x, load_w, w, load_x_scale, x_scale, s_x, s_w, s_scale, full, empty, rank, first_k, k_tiles,
+                          rows_down, per_batch, first, step, last)
+        else:
+            if const_expr(self.moves_registers):
+                cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            mma = self.mma()
+            thr_mma = mma.get_slice(0)
+            mine = cute.local_tile(s_x, (64, tile.depth, tile.stages), (group, 0, 0))
+            a, b = mma.make_fragment_A(thr_mma.partition_A(mine)), mma.make_fragment_B(thr_mma.partition_B(s_w))
+            sums = cute.make_rmem_tensor(mma.partition_shape_C((64, tile.columns)), Float32)
+            stage, phase = Int32(0), Int32(0)
+            for t in cutlass.range(first, last, step):
+                down, across, batch = self.place(t, rows_down, per_batch, rank)
+                if const_expr(self.scaled):
+                    stage, phase = self.multiply_scaled(a, b, sums, s_scale, w_scale, full, empty, stage, phase, first_k, k_tiles,
+                                                        across * tile.columns // SCALE_BLOCK, thread)
+                else:
+                    stage, phase = self.multiply(a, b, sums, full, empty, stage, phase, k_tiles, thread)
+                if const_expr(tile.split == 1):
+                    self.store(sums, s_out, store_out, stored, down * self.groups + group, across, batch, thread)
+            if const_expr(tile.split == 1):
+                if thread % WARPGROUP < WARP:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            else:
+                # The ring becomes the partial sums' place once no warpgroup reads it.
+                cute.arch.barrier(barrier_id=1, number_of_threads=self.groups * WARPGROUP)
+                self.leave_sums(sums, self.partial_sums(ring), group, thread)
+
+        # No block of a cluster may end while another one may still signal it or read its memory.
+        self.sync_cluster()
+        if const_expr(tile.split > 1):
+            down, across, batch = self.place(first, rows_down, per_batch, Int32(0))
+            self.add_up(self.partial_sums(ring), out, rank, down, across, batch, thread)
+            self.sync_cluster()
+
+    def mma(self) -> cute.TiledMma:
+        """One warpgroup's wgmma: 64 rows of x by all columns of the tile."""
+        shape = (64, self.tile.columns, 256 // self.dtype.width)
+        op = (warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, shape, SMEM, K, K) if self.scaled else
+              warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, SMEM, K, K))
+        return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    @cute.jit
+    def sync_cluster(self):
+        if const_expr(self.blocks > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    # ------------------------------------------------------------------------------------------------------------- tiles
+
+    @cute.jit
+    def extent(self, out: cute.Tensor):
+        """(tiles of the cluster's height in a column, such tiles in a batch entry)"""
+        rows_down = cute.ceil_div(out.shape[0], self.tile.rows * self.tile.cluster)
+        return rows_down, rows_down * cute.ceil_div(out.shape[1], self.tile.columns)
+
+    @cute.jit
+    def place(self, t: Int32, rows_down: Int32, per_batch: Int32, rank: Int32):
+        """The t-th tile of this block's cluster: (tile row, tile column, batch entry). Down RASTER_ROWS rows, then to the next column."""
+        tile = self.tile
+        high = max(1, RASTER_ROWS // (tile.rows * tile.cluster))
+        across_all = per_batch // rows_down
+        batch, t = t // per_batch, t % per_batch
+        band, t = t // (high * across_all), t % (high * across_all)
+        here = cutlass.min(rows_down - band * high, high)  # the last band may be lower
+        down, across = band * high + t % here, t // here
+        return (down * tile.cluster + rank if const_expr(tile.cluster > 1) else down), across, batch
+
+    # -------------------------------------------------------------------------------------------------------------- load
+
+    @cute.jit
+    def load(self, load_x: cute.CopyAtom, x: cute.Tensor, load_w: cute.CopyAtom, w: cute.Tensor, load_x_scale, x_scale, s_x: cute.Tensor,
+             s_w: cute.Tensor, s_scale, full: cute.Pointer, empty: cute.Pointer, rank: Int32, first_k: Int32, k_tiles: Int32,
+             rows_down: Int32, per_batch: Int32, first: Int32, step: Int32, last: Int32):
+        """The loader's one warp: every stage of every tile of this block, as soon as there is room."""
+        tile = self.tile
+        alone, together = cute.make_layout(1), cute.make_layout(tile.cluster)
+        g_x = cute.local_tile(x, (tile.rows, tile.depth), (None, None, None))
+        g_w = cute.local_tile(w, (tile.columns, tile.depth), (None, None, None))
+        to_x, from_x = cpasync.tma_partition(load_x, 0, alone, cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2))
+        part = rank if const_expr(tile.cluster > 1) else 0
+        to_w, from_w = cpasync.tma_partition(load_w, part, together, cute.group_modes(s_w, 0, 2), cute.group_modes(g_w, 0, 2))
+        to_scale, from_scale = None, None
+        if const_expr(self.scaled):
+            g_scale = cute.local_tile(x_scale, (tile.rows, 1), (None, None))
+            to_scale, from_scale = cpasync.tma_partition(load_x_scale, 0, alone, cute.group_modes(s_scale, 0, 2),
+                                                         cute.group_modes(g_scale, 0, 2))
+        everyone = {"mcast_mask": Int16((1 << tile.cluster) - 1)} if const_expr(tile.cluster > 1) else {}
+
+        stage, phase = Int32(0), Int32(1)  # a fresh barrier counts as having completed the phase of parity 1: the ring starts empty
+        for t in cutlass.range(first, last, step):
+            down, across, batch = self.place(t, rows_down, per_batch, rank)
+            for i in cutlass.range(k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tile.stage_bytes)
+                come = full + stage
+                cute.copy(load_x, from_x[None, down, first_k + i, batch], to_x[None, stage], tma_bar_ptr=come)
+                cute.copy(load_w, from_w[None, across, first_k + i, batch], to_w[None, stage], tma_bar_ptr=come, **everyone)
+                if const_expr(self.scaled):
+                    cute.copy(load_x_scale, from_scale[None, down, first_k + i], to_scale[None, stage], tma_bar_ptr=come)
+                stage, phase = following(stage, phase, tile.stages)
+
+    # ---------------------------------------------------------------------------------------------------------- multiply
+
+    @cute.jit
+    def issue(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stage: Int32, fresh):
+        """Starts the products of a stage: c += x w^T, or c = x w^T where `fresh`."""
+        mma = self.mma()
+        warpgroup.fence()
+        for i in range_constexpr(cute.size(a, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, not fresh if const_expr(i == 0) else True)
+            cute.gemm(mma, c, a[None, None, i, stage], b[None, None, i, stage], c)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, empty: cute.Pointer, stage: Int32, thread: Int32):
+        """This warp is done with the stage: one arrival at each block of the cluster, as all of them load into it."""
+        lane = thread % WARP
+        if const_expr(self.scaled):
+            cute.arch.sync_warp()  # all lanes have read their scales
+        if lane < self.tile.cluster:
+            if const_expr(self.tile.cluster > 1):
+                cute.arch.mbarrier_arrive(empty + stage, lane)
+            else:
+                cute.arch.mbarrier_arrive(empty + stage)
+
+    @cute.jit
+    def multiply(self, a: cute.Tensor, b: cute.Tensor, sums: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
+                 stage: Int32, phase: Int32, k_tiles: Int32, thread: Int32):
+        """sums = x w^T over this block's K."""
+        before = stage
+        for i in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            self.issue(a, b, sums, stage, i == 0)
+            warpgroup.wait_group(1)  # the stage before is read
+            if i > 0:
+                self.release(empty, before, thread)
+            before = stage
+            stage, phase = following(stage, phase, self.tile.stages)
+        warpgroup.wait_group(0)
+        self.release(empty, before, thread)
+        return stage, phase
+
+    @cute.jit
+    def multiply_scaled(self, a: cute.Tensor, b: cute.Tensor, sums: cute.Tensor, s_scale: cute.Tensor, w_scale: cute.Tensor,
+                        full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, first_k: Int32, k_tiles: Int32,
+                        w_block: Int32, thread: Int32):
+        """sums = the scaled products of all blocks of 128. Within a turn the next block is started before the last one is added. ptxas does
+        not follow that from one turn to the next and would make every wgmma wait, so a turn ends with nothing in flight; the other
+        warpgroup's products fill that gap."""
+        row = thread // WARP * 16 + thread % WARP // 4  # a thread holds values of this row and of the one 8 below
+        products = cute.make_rmem_tensor(sums.shape, Float32), cute.make_rmem_tensor(sums.shape, Float32)
+        scales = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        of_w = cute.make_rmem_tensor(TURN, Float32)
+        self.read_w_scales(of_w, w_scale, w_block, first_k)
+        sums.fill(0.0)
+        before = stage
+        for i in cutlass.range(0, k_tiles, TURN, unroll=1):
+            for j in range_constexpr(TURN):
+                now, last = j % 2, (j + 1) % 2
+                cute.arch.mbarrier_wait(full + stage, phase)
+                self.issue(a, b, products[now], stage, True)
+                scales[now][0] = s_scale[row, 0, stage] * of_w[j]
+                scales[now][1] = s_scale[row + 8, 0, stage] * of_w[j]
+                if const_expr(j > 0):
+                    warpgroup.wait_group(1)
+                    self.release(empty, before, thread)
+                    self.add_scaled(sums, products[last], scales[last])
+                before = stage
+                stage, phase = following(stage, phase, self.tile.stages)
+            self.read_w_scales(of_w, w_scale, w_block, first_k + i + TURN)  # they come while the next turn's first block is waited for
+            warpgroup.wait_group(0)
+            self.release(empty, before, thread)
+            self.add_scaled(sums, products[(TURN - 1) % 2], scales[(TURN - 1) % 2])
+        return stage, phase
+
+    @cute.jit
+    def read_w_scales(self, of_w: cute.Tensor, w_scale: cute.Tensor, w_block: Int32, block: Int32):
+        """The weight's scales of a turn's blocks. Beyond K, where the products are zeros, the last one stands for them."""
+        for j in range_constexpr(TURN):
+            of_w[j] = w_scale[w_block, cutlass.min(block + j, w_scale.shape[1] - 1)]
+
+    @cute.jit
+    def add_scaled(self, sums: cute.Tensor, products: cute.Tensor, scales: cute.Tensor):
+        """A thread's values come in fours: two neighbours of its row, then two of the row 8 below."""
+        for i in range_constexpr(cute.size(sums)):
+            sums[i] = sums[i] + products[i] * scales[i // 2 % 2]
+
+    # ------------------------------------------------------------------------------------------------------------- store
+
+    @cute.jit
+    def store(self, sums: cute.Tensor, s_out: cute.Tensor, store_out: cute.CopyAtom, stored: cute.Tensor,
+              down: Int32, across: Int32, batch: Int32, thread: Int32):
+        """A warpgroup's 64 rows, COLUMNS_OUT columns at a time: rounded, put into shared memory and stored by TMA, which leaves out what
+        is beyond m and n. The loader is at the next tile meanwhile."""
+        group, lane = thread // WARPGROUP, thread % WARPGROUP
+        buffers = s_out[None, None, None, group]
+        to_smem = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+        copy = cute.make_tiled_copy_S(to_smem, cute.make_tiled_copy_C_atom(to_smem, self.mma()))
+        target = copy.get_slice(lane).partition_D(buffers)
+        values, rounded = copy.retile(sums), cute.make_rmem_tensor(target.shape[:3], BFloat16)
+        exact = cute.make_rmem_tensor(rounded.shape, Float32)
+        from_smem, to_out = cpasync.tma_partition(
+            store_out, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2),
+            cute.group_modes(cute.local_tile(stored, (64, COLUMNS_OUT), (None, None, None)), 0, 2))
+        size, parts = cute.size(rounded), self.tile.columns // COLUMNS_OUT
+        for part in range_constexpr(parts):
+            for i in range_constexpr(size):
+                exact[i] = values[part * size + i]
+            rounded.store(exact.load().to(BFloat16))
+            if lane < WARP:  # the last store of this tile may still be read; those of the tile before have long been
+                cute.arch.cp_async_bulk_wait_group(min(part, OUT_BUFFERS - 1), read=True)
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # the buffer is free
+            cute.copy(copy, rounded, target[None, None, None, part % OUT_BUFFERS])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # the buffer is full
+            if lane < WARP:
+                cute.copy(store_out, from_smem[None, part % OUT_BUFFERS], to_out[None, down, across * parts + part, batch])
+                cute.arch.cp_async_bulk_commit_group()
+
+    # ------------------------------------------------------------------------------------------------------------- split
+
+    @cute.jit
+    def partial_sums(self, ring: cute.Pointer):
+        """fp32 [rows, columns] in the ring. Rows are 32 bytes longer, so that a warp's stores of 8 rows by 4 pairs meet no bank twice."""
+        layout = cute.make_layout((self.tile.rows, self.tile.columns), stride=(self.tile.columns + 8, 1))
+        return cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), layout)
+
+    @cute.jit
+    def leave_sums(self, sums: cute.Tensor, partial: cute.Tensor, group: Int32, thread: Int32):
+        """This warpgroup's sums where the cluster's other blocks can read them."""
+        row, column = thread // WARP * 16 + thread % WARP // 4, thread % 4 * 2
+        for i in range_constexpr(0, cute.size(sums), 2):
+            pair = cute.make_rmem_tensor(2, Float32)
+            pair[0], pair[1] = sums[i], sums[i + 1]
+            place = cute.local_tile(partial, (1, 2), (row + i // 2 % 2 * 8, column // 2 + i // 4 * 4))
+            cute.autovec_copy(pair, cute.coalesce(place))
+
+    @cute.jit
+    def add_up(self, partial: cute.Tensor, out: cute.Tensor, rank: Int32, down: Int32, across: Int32, batch: Int32, thread: Int32):
+        """This block's share of the tile's rows, 8 columns a thread: the partial sums of all blocks in the order of K."""
+        tile = self.tile
+        share, vectors = tile.rows // tile.split, tile.columns // 8
+        for j in cutlass.range(thread, share * vectors, self.threads, unroll=1):
+            row, vector = rank * share + j // vectors, j % vectors
+            i, column = down * tile.rows + row, across * tile.columns + vector * 8
+            if i < out.shape[0] and column < out.shape[1]:
+                total = cute.make_rmem_tensor(8, Float32)
+                total.fill(0.0)
+                for block in range_constexpr(tile.split):
+                    theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(partial.iterator, block), partial.layout)
+                    piece = cute.make_rmem_tensor(8, Float32)
+                    cute.autovec_copy(cute.coalesce(cute.local_tile(theirs, (1, 8), (row, vector))), piece)
+                    for e in range_constexpr(8):
+                        total[e] = total[e] + piece[e]
+                rounded = cute.make_rmem_tensor(8, BFloat16)
+                rounded.store(total.load().to(BFloat16))
+                place = cute.local_tile(out[None, None, batch], (1, 8), (i, across * vectors + vector))
+                cute.autovec_copy(rounded, cute.coalesce(place))
