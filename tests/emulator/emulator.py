@@ -109,7 +109,8 @@ machine = functools.lru_cache(Machine)  # by source and order
 def run_on_gpu(kernel: launch.Kernel, values: list, offsets: dict[str, int] | None = None, source: Path | None = None) -> int:
     """What Machine.run does, by this machine's GPU: of the checks, only that nothing around the tensors was written."""
     device = torch.device("cuda", torch.cuda.current_device())
-    function = kernel.bind(ctypes.CDLL(str(build.build(source.stem if source else kernel.name, launch.architecture(device), source))))
+    arch = launch.architecture(device)
+    function = kernel.bind(ctypes.CDLL(str(build.build(source.stem, arch, source) if source else kernel.built(arch))))
     guarded = Guarded(kernel, values, offsets or {}, device)
     if error := function(*guarded.arguments, torch.cuda.current_stream(device).cuda_stream):
         return error

@@ -1,0 +1,110 @@
+"""CuTeDSL kernels on CPU tensors: with `emulated()`, the wrappers of dsv4/kernels/cute run their PTX (ptx.py), or, with DSV4_TEST_GPU=1,
+the GPU on copies of the tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dsv4.kernels import build as cuda_build
+from dsv4.kernels import launch
+from dsv4.kernels.cute import build
+from dsv4.kernels.cute.gemm import CuteKernel
+from dsv4.kernels.cute.tiles import Tile
+
+from ...emulator.emulator import ON_GPU, run_on_gpu
+from .ptx import Machine, Program, captured
+
+HERE = Path(__file__).parent
+ARCH = "sm_90a"
+APART = 1 << 40  # bytes between two tensors' addresses
+
+
+class Emulated:
+    """One tile's kernel: its host function, linked with capture.c, and its PTX."""
+
+    def __init__(self, tile: Tile):
+        self.tile = tile
+        self.path = cuda_build.compile_into(cuda_build.cache_folder(), f"capture-{build.target(tile, ARCH)}", self.compile)
+        about = json.loads(Path(f"{self.path}.txt").read_text())
+        self.program, self.ptx = Program.parse(about["ptx"]), about["ptx"]
+        self.library = ctypes.CDLL(str(self.path))
+        self.function = getattr(self.library, about["call"])
+        at, error, device = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        place = ctypes.pointer(at)
+        for step, arguments in (("init", (place, error)), ("load_to_device", (place, device, error))):
+            getattr(self.library, f"_mlir_{tile.name}_cuda_{step}")(addresses(arguments))
+            assert error.value == 0
+
+    def compile(self, folder: Path) -> tuple[Path, str]:
+        environment = {**os.environ, "CUTE_DSL_ARCH": ARCH, "CUTE_DSL_NO_CACHE": "1"}
+        command = [sys.executable, "-m", "dsv4.kernels.cute.compile", str(folder), self.tile.name]
+        subprocess.run(command, env=environment, cwd=HERE.parents[2], check=True, capture_output=True)
+        parts = folder / f"{self.tile.name}.parts"
+        made = folder / "capture.so"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(made), str(HERE / "capture.c"), str(parts / f"{self.tile.name}.o")],
+                       check=True)
+        call = re.search(r"void (_mlir_\w+_mlir_ciface_\w+)\(void \*\*args", (parts / f"{self.tile.name}.h").read_text())[1]
+        report = (folder / f"{self.tile.name}.json").read_text()
+        product = folder / f"{self.tile.name}.so", report  # made on the way: the tests of the object find it
+        cuda_build.compile_into(cuda_build.cache_folder(), build.target(self.tile, ARCH), lambda _: product)
+        return made, json.dumps({"call": call, "ptx": json.loads(report)["ptx"]})
+
+    def launch(self, values: list):
+        """What the host function launches for these arguments: addresses and integers."""
+        held = [ctypes.c_void_p(v) if i < 5 else ctypes.c_int32(v) for i, v in enumerate(values)]
+        error = ctypes.c_int32()
+        held += [ctypes.c_void_p(), error]
+        found = captured(self.library, lambda: self.function(addresses(held), len(held)), [size for _, size in self.program.parameters])
+        assert error.value == 0
+        return found
+
+    def run(self, values: list, seed: int) -> int:
+        """As the C function: tensors x, w, x_scale, w_scale, out, then sizes. `out` must be wholly written."""
+        tensors, memory, arguments = values[:5], [], []
+        for i, tensor in enumerate(tensors):
+            arguments.append(None if tensor is None else (i + 1) * APART)
+            if tensor is not None:
+                data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy().copy()
+                if i == 4:
+                    data[:] = 0xFF
+                data.flags.writeable = i == 4
+                memory.append((arguments[-1], data))
+        Machine(self.program, self.launch(arguments + values[5:]), memory, np.random.default_rng(seed)).run()
+        written = memory[-1][1].view(np.uint16)
+        assert not (written == 0xFFFF).any(), f"{(written == 0xFFFF).sum()} of {written.size} values of the output were never written"
+        values[4].view(-1).view(torch.int16).copy_(torch.from_numpy(written.view(np.int16)))
+        return 0
+
+
+def addresses(values) -> ctypes.Array:
+    """An array of the addresses of ctypes values."""
+    return (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
+
+
+emulated_kernel = functools.lru_cache(Emulated)
+
+
+@contextlib.contextmanager
+def emulated(seed: int = 0):
+    """Within it, gemm and gemm_fp8 take CPU tensors. `seed` decides who goes first wherever that is open."""
+    def run(kernel: CuteKernel, values: list) -> int:
+        if ON_GPU:
+            return run_on_gpu(kernel, values)
+        return emulated_kernel(kernel.tile).run(values, seed)
+
+    before, launch.emulator = launch.emulator, run
+    try:
+        yield
+    finally:
+        launch.emulator = before

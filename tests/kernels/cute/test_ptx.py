@@ -1,0 +1,148 @@
+"""The interpreter of PTX: its arithmetic against Python's, its formats against torch's, and planted faults that it must find."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4.kernels.cute.gemm import KERNELS, gemm
+from dsv4.kernels.cute.tiles import Tile
+from dsv4.kernels.launch import OUT
+
+from ...emulator.emulator import ON_GPU
+from . import emulate, ptx
+from .emulate import emulated, emulated_kernel
+from .ptx import Launch, Machine, Program, PtxError, TensorMap
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's interpreter")
+SMALL, LARGE = Tile("bf16", 64, 128), Tile("bf16", 128, 192, cluster=2)
+SPLIT = Tile("bf16", 64, 128, split=2)
+
+
+def test_formats_are_torchs(rng):
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    assert np.array_equal(ptx.E4M3, bytes_.view(torch.float8_e4m3fn).double().numpy(), equal_nan=True)
+    x = torch.randn(4096, generator=rng) * torch.exp2(torch.randint(-126, 127, (4096,), generator=rng).float())
+    x = torch.cat([x, torch.tensor([0.0, -0.0, float("inf"), 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, float("nan")])])
+    assert torch.equal(torch.from_numpy(ptx.bf16(x.numpy()).view(np.int16))[:-1], x.bfloat16().view(torch.int16)[:-1])
+    assert np.isnan((ptx.bf16(x.numpy()).astype(np.uint32) << 16).view(np.float32)[-1])
+
+
+def run_snippet(body: str) -> np.ndarray:
+    """32 lanes' %r0, stored to memory, after these statements."""
+    text = f"""
+.visible .entry snippet(
+\t.param .b64 snippet_param_0
+)
+{{
+\tld.param.b64 %rd0, [snippet_param_0];
+\tmov.u32 %r9, %tid.x;
+\tmul.wide.s32 %rd1, %r9, 4;
+\tadd.s64 %rd2, %rd0, %rd1;
+{body}
+\tst.global.b32 [%rd2], %r0;
+\tret;
+}}
+"""
+    out = np.zeros(128, np.uint8)
+    launch = Launch((1, 1, 1), (32, 1, 1), 1, 0, [(1 << 40).to_bytes(8, "little")])
+    Machine(Program.parse(text), launch, [(1 << 40, out)], np.random.default_rng(0)).run()
+    return out.view(np.int32)
+
+
+@pytest.mark.parametrize("statement,expected", [
+    ("div.s32 %r0, %r1, %r2;", 3), ("rem.s32 %r0, %r1, %r2;", -1), ("shr.s32 %r0, %r1, 1;", -4),
+    ("shr.u32 %r0, %r1, 28;", 15), ("shl.b32 %r0, %r1, 33;", 0), ("mul.hi.s32 %r0, %r1, 1000000000;", -2), ("min.s32 %r0, %r1, %r2;", -7),
+    ("mul.lo.s32 %r0, %r1, %r2;", 14), ("mad.lo.s32 %r0, %r1, %r2, 1;", 15), ("xor.b32 %r0, %r1, -1;", 6), ("neg.s32 %r0, %r1;", 7),
+    ("sub.s32 %r0, %r2, %r1;", 5), ("mov.b32 %r0, 0fBF800000;", -(2**31) + 0x3F800000),
+])
+def test_arithmetic(statement, expected):
+    assert (run_snippet(f"mov.b32 %r1, -7;\nmov.b32 %r2, -2;\n{statement}") == expected).all()
+
+
+def test_branches_part_and_meet_again():
+    """Lanes below 5 count to their number, the others skip; all add one."""
+    body = """
+    mov.b32 %r0, 0;
+    setp.ge.s32 %p1, %r9, 5;
+    @%p1 bra $L__end;
+$L__loop:
+    setp.ge.s32 %p2, %r0, %r9;
+    @%p2 bra $L__end;
+    add.s32 %r0, %r0, 1;
+    bra.uni $L__loop;
+$L__end:
+    elect.sync %r3|%p3, -1;
+    selp.b32 %r4, 100, 1, %p3;
+    add.s32 %r0, %r0, %r4;
+"""
+    assert list(run_snippet(body)) == [(n if n < 5 else 0) + (100 if n == 0 else 1) for n in range(32)]
+
+
+def test_a_tensor_map_is_what_the_host_function_was_given(dsl):
+    """x [70, 3 groups, 136] and out [70, 3, 264] of bf16; boxes of the tile, 128-byte swizzle."""
+    tensors = [(i + 1) << 40 for i in range(5)]
+    launch = emulated_kernel(LARGE).launch(tensors + [70, 264, 136, 3, 10])
+    maps = [TensorMap.decode(p) for p in launch.parameters if len(p) == 128]
+    assert maps == [TensorMap(1 << 40, 2, (136, 70, 3), (2, 3 * 136 * 2, 136 * 2), (64, 128, 1), True),
+                    TensorMap(2 << 40, 2, (136, 264, 3), (2, 136 * 2, 264 * 136 * 2), (64, 96, 1), True),  # half of the tile's 192 rows
+                    TensorMap(5 << 40, 2, (264, 70, 3), (2, 3 * 264 * 2, 264 * 2), (64, 64, 1), True)]
+    # 70 rows are one tile and, to fill the cluster, another one; two columns of tiles in three groups, on 10 multiprocessors.
+    assert (launch.grid, launch.block, launch.cluster) == ((10, 1, 1), (384, 1, 1), 2)
+
+
+FAULTS = [  # (what is broken, tile, pattern, what it becomes)
+    ("products are not waited for", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;"),
+    ("a stage is given back while it is read", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+1;", ""),
+    ("a stage is never given back", SMALL, r"mbarrier\.arrive\.shared\.b64[^;]*;", ""),
+    ("fewer bytes are expected than come", SMALL, r"mov\.b32 (\s*%r\d+), 24576;", r"mov.b32 \1, 24512;"),
+    ("more bytes are expected than come", SMALL, r"mov\.b32 (\s*%r\d+), 24576;", r"mov.b32 \1, 24640;"),
+    ("the output is stored before it is complete", SMALL, r"bar\.sync\s+%r\d+, 128;", ""),
+    ("a buffer is filled while it is stored", LARGE, r"cp\.async\.bulk\.wait_group\.read\s+\d;", ""),
+    ("no swizzle in the descriptors", SMALL, "4611686293305360384", "274877972480"),
+    ("groups of eight rows at the wrong distance", SMALL, "4611686293305360384", str(4611686293305360384 + (64 << 32))),
+    ("the weight comes to one block alone", LARGE, r"mov\.b16 (\s*%rs\d+), 3;", r"mov.b16 \1, 1;"),
+    ("blocks do not wait for each other's sums", SPLIT, r"barrier\.cluster\.wait;", ""),
+    ("sums of a block that is not there", SPLIT, r"mapa\.shared::cluster\.u32 (\s*%r\d+, %r\d+), 1;", r"mapa.shared::cluster.u32 \1, 2;"),
+    ("a sum is in the wrong register", SMALL, r"stmatrix(\S+ \[%r\d+\]), \{(%r\d+), (%r\d+),", r"stmatrix\1, {\3, \2,"),
+    ("the first product adds to what was there", SMALL, r"setp\.ne\.b32 (\s*%p\d+, %r\d+), 0;(\s+shl)", r"setp.ne.b32 \1, -1;\2"),
+    ("an instruction that it does not know", SMALL, r"fence\.proxy", "mystery.proxy"),
+]
+
+
+@pytest.mark.parametrize("tile,pattern,becomes", [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+def test_planted_faults_are_found(dsl, rng, monkeypatch, tile, pattern, becomes):
+    """Each by an error, or by a result that is far off in one of a few orders."""
+    good = emulated_kernel(tile)
+    broken = object.__new__(emulate.Emulated)
+    broken.__dict__.update(good.__dict__)
+    text, count = re.subn(pattern, becomes, good.ptx)
+    assert count, "the fault is nowhere in this PTX"
+    broken.program = Program.parse(text)
+    monkeypatch.setattr(emulate, "emulated_kernel", lambda _: broken)
+    x, w = (torch.randn(n, 64 * 11, generator=rng).bfloat16() for n in (140, 200))
+    monkeypatch.setattr("dsv4.kernels.cute.gemm.processors", lambda device: 2)
+    for seed in range(4):
+        try:
+            with emulated(seed):
+                got = gemm(x, w, tile)
+        except (PtxError, AssertionError):
+            return
+        if not ((got.float() - x.float() @ w.float().T).norm() < 0.01 * got.float().norm()):
+            return
+    pytest.fail("went unseen")
+
+
+@pytest.mark.parametrize("what", ["out", "w"])
+def test_accesses_outside_of_the_tensors_and_writes_to_inputs_are_found(dsl, rng, monkeypatch, what):
+    """The kernel is told of a longer tensor than there is; of an output that is an input."""
+    kernel = KERNELS[SPLIT]
+    x, w, out = (torch.randn(*s, generator=rng).bfloat16() for s in ((64, 64), (128, 64), (64, 128)))
+    sizes = {"m": 64, "n": 136 if what == "w" else 128, "k": 64, "batch": 1, "processors": 2}
+    values = {"x": x, "w": w, "x_scale": None, "w_scale": None, "out": torch.empty(64, sizes["n"], dtype=torch.bfloat16)} | sizes
+    if what == "out":
+        values["out"] = out[:60].contiguous()
+    assert kernel.arguments["out"] == OUT
+    with emulated(), pytest.raises(PtxError, match="which is in no tensor"):
+        kernel(**values)
