@@ -1,0 +1,233 @@
+"""How fast the CuTeDSL GEMMs are beside torch's (cuBLAS) at the model's shapes: us, TFLOP/s and their ratio.
+
+    python helpers/bench_gemm.py [--preset pro,flash] [--kinds bf16,e4m3] [--tokens 128,512,2048,8192] [--sweep] [--json FILE]
+
+Weights are read cold: each CUDA graph walks over copies that are 240 MB and more (4 times L2) together. Ours and torch's are replayed in
+turn without a pause, so that clocks and heat are the same for both; numbers are medians. bf16 stands beside torch.mm (torch.bmm for wo_a's
+groups), e4m3 beside torch.nn.functional.scaled_mm with the same scales, one per token and 128 of K and one per 128 x 128 of the weight.
+`error` is the distance to the product in fp32 of the same operands, relative to it, over the first 256 tokens. --sweep measures every
+tile, to see what choice.py missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from dsv4 import runtime  # noqa: E402
+from dsv4.config import PRESETS, ModelConfig  # noqa: E402
+from dsv4.errors import UserError  # noqa: E402
+from dsv4.kernels.cute import build, gemm  # noqa: E402
+from dsv4.kernels.cute.choice import choose, predicted_us  # noqa: E402
+from dsv4.kernels.cute.tiles import SCALE_BLOCK, TILES, Tile  # noqa: E402
+from dsv4.kernels.launch import architecture  # noqa: E402
+from helpers.bench_decode import check_outputs, graph_of  # noqa: E402
+from single_shot_inference import OneLineParser, whole  # noqa: E402
+
+COLD = 240 << 20
+GRAPH_US, MIN_CALLS, MAX_CALLS = 1500, 2, 40  # of a graph
+WARM, TIMED, TIMED_SWEEP = 2, 12, 6  # replays
+CHECKED = 256  # tokens whose error is looked at
+KINDS = ("bf16", "e4m3")
+Call = Callable[[], torch.Tensor]
+
+
+def shapes(config: ModelConfig) -> list[tuple[str, int, int, int]]:
+    """(name, K, N, groups) of the linears of a layer that a prompt goes through; not the routed experts, nor what stays fp32."""
+    c, heads = config, config.num_attention_heads * config.head_dim
+    found = [("wq_a", c.hidden_size, c.q_lora_rank, 1), ("wkv", c.hidden_size, c.head_dim, 1), ("wq_b", c.q_lora_rank, heads, 1),
+             ("wo_a", heads // c.o_groups, c.o_lora_rank, c.o_groups), ("wo_b", c.o_groups * c.o_lora_rank, c.hidden_size, 1),
+             ("shared w1 w3", c.hidden_size, 2 * c.moe_intermediate_size, 1), ("shared w2", c.moe_intermediate_size, c.hidden_size, 1)]
+    if 4 in c.compress_ratios:
+        found.append(("index wq_b", c.q_lora_rank, c.index_n_heads * c.index_head_dim, 1))
+    return found
+
+
+class Product:
+    """One shape's operands: x once, as if just made, and so many copies of w that each is read cold."""
+
+    def __init__(self, kind: str, m: int, k: int, n: int, groups: int, device: torch.device, cold: int = COLD):
+        self.kind, self.m, self.k, self.n, self.groups = kind, m, k, n, groups
+        copies = -(-cold // (groups * n * k * (2 if kind == "bf16" else 1)))
+        draw = torch.Generator(device).manual_seed(1)
+        x = torch.randn(m, groups, k, generator=draw, device=device)
+        self.weights = [torch.randn(groups * n, k, generator=draw, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+        if kind == "bf16":
+            self.x = x.bfloat16() if groups > 1 else x[:, 0].bfloat16()
+            return
+        self.x, self.x_scale = gemm.fp8_rows(x[:, 0])
+        self.weights = [w.to(torch.float8_e4m3fn) for w in self.weights]
+        exponents = torch.randint(-3, 4, (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)), generator=draw, device=device)
+        self.w_scale = torch.exp2(exponents.float())
+
+    def ours(self, i: int, tile: Tile | None = None) -> Call:
+        w = self.weights[i % len(self.weights)]
+        if self.kind == "bf16":
+            return lambda: gemm.gemm(self.x, w, tile)
+        return lambda: gemm.gemm_fp8(self.x, self.x_scale, w, self.w_scale, tile)
+
+    def torchs(self, i: int) -> Call:
+        w = self.weights[i % len(self.weights)]
+        if self.kind == "bf16" and self.groups == 1:
+            return lambda: torch.mm(self.x, w.T)
+        if self.kind == "bf16":
+            by_group, w = self.x.transpose(0, 1), w.view(self.groups, self.n, self.k).transpose(1, 2)
+            return lambda: torch.bmm(by_group, w).transpose(0, 1)
+        from torch.nn.functional import ScalingType, scaled_mm
+
+        scales = self.x_scale[:, : self.m].T, ScalingType.BlockWise1x128, self.w_scale.T, ScalingType.BlockWise128x128
+        return lambda: scaled_mm(self.x, w.T, *scales, output_dtype=torch.bfloat16)
+
+    def exact(self) -> torch.Tensor:
+        """The first tokens' product with copy 0 in fp32."""
+        m, w = min(self.m, CHECKED), self.weights[0].float()
+        if self.kind == "bf16":
+            x = self.x[:m].float().view(m, self.groups, self.k)
+            return torch.einsum("mgk,gnk->mgn", x, w.view(self.groups, self.n, self.k))
+        x = self.x[:m].float() * self.x_scale[:, :m].T.repeat_interleave(SCALE_BLOCK, 1)[:, : self.k]
+        w *= self.w_scale.repeat_interleave(SCALE_BLOCK, 0)[: self.n].repeat_interleave(SCALE_BLOCK, 1)[:, : self.k]
+        return x @ w.T
+
+
+def error(call: Call, exact: torch.Tensor) -> float:
+    got = call()[: len(exact)].float().view(exact.shape)
+    return float((got - exact).norm() / exact.norm())
+
+
+def medians(device: torch.device, graphs: list[Call], timed: int) -> list[float]:
+    """us of a replay of each, one after the other in every round; the host waits for nothing in between."""
+    events, times = [], [[] for _ in graphs]
+    for n in range(WARM + timed):
+        for graph, mine in zip(graphs, times, strict=True):
+            if device.type == "cpu":
+                start = time.perf_counter()
+                graph()
+                mine.append(1e6 * (time.perf_counter() - start))
+                continue
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph()
+            end.record()
+            if n >= WARM:
+                events.append((mine, begin, end))
+    if events:
+        torch.cuda.synchronize(device)
+    for mine, begin, end in events:
+        mine.append(1e3 * begin.elapsed_time(end))
+    return [statistics.median(t) for t in times]
+
+
+def measure(product: Product, device: torch.device, sweep: bool) -> dict:
+    """Ours, torch's and, for `sweep`, every tile, in turn."""
+    p = product
+    arguments = p.m, p.n, p.k, p.groups, gemm.processors(device)
+    chosen, exact = choose(p.kind, *arguments), p.exact()
+    tiles = [chosen] + [t for t in TILES if sweep and t.kind == p.kind and t != chosen]
+    calls = min(MAX_CALLS, max(MIN_CALLS, len(p.weights), round(GRAPH_US / predicted_us(chosen, *arguments))))
+    row = {"kind": p.kind, "tokens": p.m, "K": p.k, "N": p.n, "groups": p.groups, "tile": chosen.name, "calls": calls,
+           "error": error(p.ours(0), exact)}
+    graphs = [graph_of(device, [p.ours(i, tile) for i in range(calls)]) for tile in tiles]
+    try:
+        row["torch_error"] = error(p.torchs(0), exact)
+        graphs.append(graph_of(device, [p.torchs(i) for i in range(calls)]))
+    except (RuntimeError, ValueError, ImportError) as refusal:  # a torch that lacks this form: ours is measured all the same
+        row["torch_refuses"] = str(refusal).splitlines()[0]
+    times = [t / calls for t in medians(device, graphs, TIMED_SWEEP if sweep else TIMED)]
+    row["us"], row["tflops"] = times[0], 2e-6 * p.m * p.n * p.k * p.groups / times[0]
+    if len(graphs) > len(tiles):
+        row["torch_us"], row["ratio"] = times[-1], times[-1] / times[0]
+    if sweep:
+        row["tiles"] = {tile.name: {"us": us, "predicted_us": predicted_us(tile, *arguments), "error": error(p.ours(0, tile), exact)}
+                        for tile, us in zip(tiles, times, strict=False)}
+    return row
+
+
+HEADER = (f"{'':<20}{'kind':>5}{'K':>7}{'N':>7}{'grp':>4}{'tokens':>7}{'us':>9}{'TFLOP/s':>8}{'torch us':>9}{'ratio':>7}{'error':>9}"
+          f"{'torch':>9}  tile")
+
+
+def line(row: dict) -> str:
+    """A row of the table: ratio above 1 means that ours is faster."""
+    best = ""
+    if "tiles" in row:
+        name, found = min(row["tiles"].items(), key=lambda item: item[1]["us"])
+        best = f"  best {name.removeprefix('gemm_')} {found['us']:.1f}, worst error {max(t['error'] for t in row['tiles'].values()):.1e}"
+    peer = f"{row['torch_us']:9.1f}{row['ratio']:7.2f}" if "ratio" in row else f"{'-':>9}{'-':>7}"
+    theirs = f"{row['torch_error']:9.1e}" if "torch_error" in row else f"{'-':>9}"
+    return (f"{row['row']:<20}{row['kind']:>5}{row['K']:>7}{row['N']:>7}{row['groups']:>4}{row['tokens']:>7}{row['us']:9.1f}"
+            f"{row['tflops']:8.0f}{peer}{row['error']:9.1e}{theirs}  {row['tile'].removeprefix('gemm_')}{best}")
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What the numbers are of, with clocks and power at this moment where nvidia-smi tells."""
+    if device.type == "cpu":
+        return {"device": "cpu"}
+    query = "clocks.sm,clocks.mem,power.draw,temperature.gpu,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        found = "unknown"
+    return {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, query: found}
+
+
+def names(known: list[str]) -> Callable[[str], list[str]]:
+    """An argument type: names out of these, with commas."""
+    def parse(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"expected names out of {', '.join(known)}, found {name[:40]!r}")
+        return text.split(",")
+    return parse
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", type=names(sorted(PRESETS)), default=["pro", "flash"], help="default: pro,flash")
+    parser.add_argument("--kinds", type=names(list(KINDS)), default=list(KINDS), help="default: bf16,e4m3")
+    parser.add_argument("--tokens", type=lambda text: [whole(1)(part) for part in text.split(",")], default=[128, 512, 2048, 8192],
+                        help="of a step, with commas (default: 128,512,2048,8192)")
+    parser.add_argument("--sweep", action="store_true", help="every tile, not the chosen one alone")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    try:
+        check_outputs(args.json, None)
+        device = runtime.resolve_devices(args.device)[0]
+        runtime.prepare_torch(1 << 30)
+        start, results = machine(device), []
+        if device.type != "cpu":
+            build.build_ahead([t for t in TILES if t.kind in args.kinds], architecture(device))
+        print(HEADER)
+        for preset in args.preset:
+            for name, k, n, groups in shapes(PRESETS[preset]):
+                for kind in args.kinds:
+                    if kind == "e4m3" and groups > 1:
+                        continue  # wo_a's activations stay bf16
+                    for m in args.tokens:
+                        row = measure(Product(kind, m, k, n, groups, device), device, args.sweep)
+                        results.append({"row": f"{preset} {name}"} | row)
+                        print(line(results[-1]), flush=True)
+        measured = {"start": start, "end": machine(device), "results": results}
+        print(json.dumps({key: measured[key] for key in ("start", "end")}))
+        if args.json:
+            args.json.write_text(json.dumps(measured, indent=1))
+    except UserError as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return wrong.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

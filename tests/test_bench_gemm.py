@@ -1,0 +1,85 @@
+"""helpers/bench_gemm.py: its shapes and operands, its plumbing with torch's products in place of the kernels; its times need a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from dsv4.config import PRESETS
+from dsv4.kernels.cute import gemm
+from dsv4.kernels.cute.tiles import TILES
+from helpers import bench_gemm
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The wrappers by their definitions."""
+    def fp8(x, x_scale, w, w_scale, tile=None):
+        K, N = x.shape[1], w.shape[0]
+        x = x.float() * x_scale[:, : len(x)].T.repeat_interleave(128, 1)[:, :K]
+        return (x @ (w.float() * w_scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]).T).bfloat16()
+
+    def bf16(x, w, tile=None):
+        x3 = x.view(len(x), -1, w.shape[1]).float()
+        out = torch.einsum("mgk,gnk->mgn", x3, w.float().view(x3.shape[1], -1, w.shape[1])).bfloat16()
+        return out if x.dim() == 3 else out[:, 0]
+
+    monkeypatch.setattr(gemm, "gemm", bf16)
+    monkeypatch.setattr(gemm, "gemm_fp8", fp8)
+    for name, few in (("COLD", 1), ("GRAPH_US", 1), ("MIN_CALLS", 1), ("WARM", 0), ("TIMED_SWEEP", 1)):
+        monkeypatch.setattr(bench_gemm, name, few)
+
+
+def test_shapes_are_those_of_the_models():
+    pro, flash = ({s[1:] for s in bench_gemm.shapes(PRESETS[name])} for name in ("pro", "flash"))
+    assert pro == {(7168, 1536, 1), (7168, 512, 1), (1536, 65536, 1), (4096, 1024, 16), (16384, 7168, 1), (7168, 6144, 1), (3072, 7168, 1),
+                   (1536, 8192, 1)}
+    assert flash == {(4096, 1024, 1), (4096, 512, 1), (1024, 32768, 1), (4096, 1024, 8), (8192, 4096, 1), (4096, 4096, 1), (2048, 4096, 1),
+                     (1024, 8192, 1)}
+
+
+def test_copies_of_weights_are_more_than_l2():
+    product = bench_gemm.Product("e4m3", 4, 256, 512, 1, CPU, cold=1 << 20)
+    assert len(product.weights) == 8 and len({w.data_ptr() for w in product.weights}) == 8
+    assert len(bench_gemm.Product("bf16", 4, 256, 512, 1, CPU, cold=1 << 20).weights) == 4
+
+
+def test_every_row_of_the_table(on_cpu, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    monkeypatch.setattr(bench_gemm, "shapes", lambda config: [("wq_b", 64, 136, 1), ("wo_a", 136, 64, 2)])
+    assert bench_gemm.main(["--preset", "tiny", "--tokens", "1,12", "--device", "cpu", "--sweep", "--json", str(path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    results = json.loads(path.read_text())["results"]
+    assert len(out) == 2 + len(results) == 2 + 2 * 3  # bf16 and e4m3, wo_a in bf16 alone
+    for row, text in zip(results, out[1:], strict=False):
+        assert text.startswith(row["row"]) and row["us"] > 0 and row["tflops"] > 0
+        assert row["error"] < 3e-3 and set(row["tiles"]) == {t.name for t in TILES if t.kind == row["kind"]}
+        assert ("ratio" in row) != ("torch_refuses" in row)
+    bf16 = [row for row in results if row["kind"] == "bf16"]
+    assert all(row["ratio"] > 0 and row["torch_error"] < 3e-3 for row in bf16)
+
+
+def test_torchs_fp8_operands_are_the_same_numbers(on_cpu, monkeypatch):
+    """What scaled_mm is called with: token scales [M, K / 128] and weight scales [K / 128, N / 128], each along its first axis."""
+    seen = {}
+
+    def scaled_mm(x, w, x_scale, x_kind, w_scale, w_kind, output_dtype):
+        seen.update(x=x_scale, w=w_scale, kinds=(x_kind.name, w_kind.name))
+        values = w.float() * w_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (x.float() * x_scale.repeat_interleave(128, 1) @ values).to(output_dtype)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_mm", scaled_mm)
+    product = bench_gemm.Product("e4m3", 12, 512, 256, 1, CPU, cold=1)
+    exact = product.exact()
+    assert bench_gemm.error(product.ours(0), exact) < 3e-3 and bench_gemm.error(product.torchs(0), exact) < 3e-3
+    assert seen["kinds"] == ("BlockWise1x128", "BlockWise128x128")
+    assert (seen["x"].shape, seen["x"].stride()) == ((12, 4), (1, 12)) and (seen["w"].shape, seen["w"].stride()) == ((4, 2), (1, 4))
+
+
+@pytest.mark.parametrize("wrong", [["--preset", "huge"], ["--kinds", "bf16,fp4"], ["--tokens", "0"], ["--tokens", "8,x"]])
+def test_refusals(wrong, capsys):
+    with pytest.raises(SystemExit):
+        bench_gemm.main(["--device", "cpu", *wrong])
+    assert "expected" in capsys.readouterr().err
