@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -86,7 +85,7 @@ def build_ahead(tiles: Iterable[Tile], arch: str) -> int:
 def _check_compilers() -> None:
     cuda_build.find_nvcc()
     try:
-        found = importlib.metadata.version("nvidia-cutlass-dsl") if importlib.util.find_spec("cutlass") else None
+        found = importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:
         found = None
     if found != DSL:

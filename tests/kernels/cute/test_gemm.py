@@ -95,6 +95,11 @@ def test_groups(objects, rng, few_processors, tile):
     check_bf16(rng, 70, 136, 264, groups=3, tile=tile)
 
 
+def test_every_tile_of_a_tall_product_is_done_once(objects, rng, few_processors):
+    """More rows than are gone down at a time before the next column."""
+    check_bf16(rng, 2100, 16, 136, tile=Tile("bf16", 128, 128, cluster=2))
+
+
 @pytest.mark.parametrize("M,K,N", [(1, 8, 8), (1, 64, 512), (3, 200, 128), (65, 72, 40)])
 def test_small(objects, rng, M, K, N):
     """By the tile that is chosen: less than a stage, a row, a column's vector."""
