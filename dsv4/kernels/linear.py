@@ -103,8 +103,8 @@ def _refuse_activations(name, activations):
 
 
 def _launch(name, x, weights, dtype, grouped=False):
-    """x [S, in], or [S, groups, in], -> 1-D: [S, out_i] of each weight, one after the other; of one weight to be rounded, in fp32 and in two
-    parts, [2, ..], where that spares enough."""
+    """x [S, in], or [S, groups, in], -> 1-D: [S, out_i] of each weight, one after the other. One weight to be rounded may come in fp32 and
+    in two parts, [2, ..], where that spares enough."""
     shape = x.shape
     expect(x.dtype == torch.bfloat16 and len(shape) == 2 + grouped and 1 <= shape[0] <= MAX_TOKENS and shape[-1] == weights.columns, name,
            f"x of 1 to {MAX_TOKENS} tokens in bf16, {weights.columns} wide", x=x)

@@ -239,8 +239,8 @@ def segments(*matrices):
 
 
 def busiest(segments, schedule):
-    """The largest block's bytes by brute force; checks that every item is dealt once, whole tiles unless there are two parts, that a tile is
-    no more than two blocks', and that no block has more tiles than are planned."""
+    """The largest block's bytes by brute force; checks that every item is dealt once, whole tiles unless there are two parts, that a tile
+    is no more than two blocks', and that no block has more tiles than are planned."""
     sizes = [(items, size) for tiles, items, size in segments for _ in range(tiles)]
     tile_of = [tile for tile, (items, _) in enumerate(sizes) for _ in range(items)]
     first, most, owners = schedule.first_item.tolist(), 0, {}
