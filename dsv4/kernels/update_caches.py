@@ -6,8 +6,9 @@ import torch
 
 from ..errors import UserError
 from . import MAX_TOKENS
+from .arrivals import arrivals
 from .keys import HEAD_DIM, INDEX_BYTES, INDEX_DIM, INDEX_SCALES, KEY_BYTES, KEY_SCALES, ROPE_DIM, Keys
-from .launch import IN, INOUT, OUT, WEIGHT, Kernel, expect
+from .launch import IN, INOUT, OUT, WEIGHT, WORK, Kernel, expect
 
 MAX_Q_RANK = 2048
 SWA, CSA, HCA = 0, 4, 128  # tokens a block; in CSA a token has channels for the next block's entry and for its own
@@ -17,7 +18,7 @@ _POOL = {"kv": IN, "score": IN, "ape": WEIGHT, "norm": WEIGHT, "kv_state": INOUT
 _update_caches = Kernel("update_caches", {
     "qa": IN, "kv": IN, "q_norm": WEIGHT, "kv_norm": WEIGHT, "cos": IN, "sin": IN, "positions": IN, "qr": OUT, "window_values": INOUT,
     "window_scales": INOUT, **{f"{part}_{name}": kind for part in ("main", "index") for name, kind in _POOL.items()}, "entry_cos": IN,
-    "entry_sin": IN, "tokens": int, "rank": int, "ring": int, "ratio": int, "eps": float})
+    "entry_sin": IN, "pooled": WORK, "arrivals": INOUT, "tokens": int, "rank": int, "ring": int, "ratio": int, "eps": float})
 
 
 def _pool(part: str, tensors: tuple | None, pool, S: int, ratio: int, dim: int, row: tuple[int, int]) -> dict:
@@ -80,10 +81,13 @@ def update_caches(qa: torch.Tensor, kv: torch.Tensor, q_norm: torch.Tensor, kv_n
         entry_cos, entry_sin = (t.contiguous() for t in angles)
     pairs, every = (*compressed, None, None), (*pools, None, None)
     qr = torch.empty(S, rank, dtype=torch.bfloat16, device=qa.device)
+    shared = ratio == HCA  # among the blocks of its pool
     _update_caches(
         qa=qa.contiguous(), kv=kv.contiguous(), q_norm=q_norm.contiguous(), kv_norm=kv_norm.contiguous(), cos=cos.contiguous(),
         sin=sin.contiguous(), positions=positions.contiguous(), qr=qr, window_values=window.values, window_scales=window.scales,
         **_pool("main", pairs[0], every[0], S, ratio, HEAD_DIM, (KEY_BYTES, KEY_SCALES)),
         **_pool("index", pairs[1], every[1], S, ratio, INDEX_DIM, (INDEX_BYTES, INDEX_SCALES)),
-        entry_cos=entry_cos if pools else None, entry_sin=entry_sin if pools else None, tokens=S, rank=rank, ring=R, ratio=ratio, eps=eps)
+        entry_cos=entry_cos if pools else None, entry_sin=entry_sin if pools else None,
+        pooled=torch.empty(HEAD_DIM, dtype=torch.float32, device=qa.device) if shared else None,
+        arrivals=arrivals("update_caches", qa.device) if shared else None, tokens=S, rank=rank, ring=R, ratio=ratio, eps=eps)
     return qr

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4.errors import UserError
+from dsv4.kernels.arrivals import arrivals
 from dsv4.kernels.keys import IndexKeys, Keys
 from dsv4.ops import quant
 from dsv4.ops.compressor import Pool, compress, pool
@@ -111,6 +112,7 @@ def run(sequence, cuts=None, cache=None, **how):
     cache, first = cache or Cache(sequence), sequence.first
     for S in cuts or [sequence.n]:
         call(sequence, cache, *feed(sequence, first, S), **how)
+        assert int(arrivals("update_caches", torch.device("cpu"))) == 0  # for the next launch
         first += S
     assert first == sequence.first + sequence.n
     return cache
@@ -259,6 +261,22 @@ def test_scores_that_differ_much(rng, ratio):
     for p in sequence.pools:
         p["score"] *= 1e6
     check(sequence, run(sequence))
+
+
+@pytest.mark.parametrize("first", [100, 127])
+@pytest.mark.parametrize("counts", ["one group", "all but one group", "one row", "a low group"])
+def test_groups_of_rows_without_weight(rng, counts, first):
+    """HCA's rows are pooled in 16 groups, the i-th has rows i, i + 16 and so on: some have nothing, or next to nothing, of the whole."""
+    sequence, group = Sequence(rng, 128, 128 - first, first=first), int(torch.randint(16, (), generator=rng))
+    (p,), at = sequence.pools, torch.arange(128)
+    if counts == "one row":
+        p["score"][at != 16 * 3 + group] = -INF
+    elif counts == "a low group":
+        p["score"][at % 16 == group] -= 1e30
+    else:
+        p["score"][(at % 16 == group) == (counts != "one group")] = -INF
+    cuts = [8] * (sequence.n // 8) + [sequence.n % 8] * (sequence.n % 8 > 0)
+    check(sequence, run(sequence, cuts), cuts)
 
 
 @pytest.mark.parametrize("ratio", [4, 128])

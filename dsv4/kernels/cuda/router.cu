@@ -6,8 +6,9 @@
 // 4.5 TB/s). After it come the slice of x from L2 (a whole x for each SM would be 1.8 MB out of the few slices of L2 that hold it), 14
 // products a warp and a sum over the eight warps.
 //
-// Choice: the last block to arrive adds up the slices, and a warp chooses for each token. The top_k-th largest of the maxima of 12 groups of
-// 32 keys bounds the top_k-th largest key from below: of 384 random keys 7.8 reach it, and only these are compared with each other.
+// Choice: the last block to arrive adds up the slices, and a warp chooses for each token. The top_k-th largest of the maxima of 12 groups
+// of 32 keys bounds the top_k-th largest key from below: of 384 random keys 7.8 reach it (for top_k 6), and only these are compared with
+// each other.
 //
 // Predicted for one token of Pro behind the launch's 1.3 us: x 0.25 us, products and their sum 0.2, the counter 0.6, the slices' sums 0.25,
 // scores and choice 0.4.
@@ -22,7 +23,7 @@ constexpr int kStep = 32;                  // columns that a warp multiplies at 
 constexpr int kStride = kStep * kWarps;    // from a warp's step to its next
 constexpr int kMaxTopK = 8, kMaxExperts = 384, kPerLane = kMaxExperts / 32, kPerThread = (kMaxExperts + kThreads - 1) / kThreads;
 
-// 8 consecutive weights of a row, fp32 or bf16, as they are loaded; words(i): the i-th of the terms, in bf16 pairs, that they are the sum of.
+// 8 consecutive weights of a row, fp32 or bf16, as they are loaded; words(i): the i-th of the bf16 terms that they are the sum of.
 template <class T> struct RowPack;
 template <> struct RowPack<__nv_bfloat16> {
     static constexpr int kTerms = 1;
