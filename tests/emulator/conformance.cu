@@ -109,9 +109,9 @@ extern "C" int conformance_copies(const void* x, void* out, cudaStream_t stream)
     return cudaGetLastError();
 }
 
-// i runs over all 16-bit patterns. packed [6, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i,
-// bf16 pair of the floats x[i] and y[i], byte_perm of a and b by c. small [n]: to_e4m3(x[i]); floats [3, n]: from_e4m3(i), bf16_lo(a),
-// bf16_hi(a).
+// i runs over all 16-bit patterns. packed [7, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i,
+// bf16 pair of the floats x[i] and y[i], byte_perm of a and b by c, f16 pair of the floats. small [n]: to_e4m3(x[i]); floats [3, n]:
+// from_e4m3(i), bf16_lo(a), bf16_hi(a).
 __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t* c, const float* x, const float* y, uint32_t* packed,
                             uint8_t* small, float* floats, int n) {
     grid_dependency_wait();
@@ -123,6 +123,7 @@ __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t
     packed[3 * n + i] = e4m3x2_to_f16x2(uint16_t(i));
     packed[4 * n + i] = pack_bf16(x[i], y[i]);
     packed[5 * n + i] = byte_perm(a[i], b[i], c[i]);
+    packed[6 * n + i] = pack_f16(opaque(x)[i], y[i]);
     small[i] = to_e4m3(x[i]);
     floats[i] = from_e4m3(uint8_t(i));
     floats[n + i] = bf16_lo(a[i]);

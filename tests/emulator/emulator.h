@@ -492,6 +492,7 @@ template <class T> __forceinline__ T* cluster_map(T* shared, unsigned rank) { re
 __forceinline__ uint32_t pack_bf16(float lo, float hi) {
     return __float2bfloat16_rn(lo).bits | uint32_t(__float2bfloat16_rn(hi).bits) << 16;
 }
+__forceinline__ uint32_t pack_f16(float lo, float hi) { return emu::float_to_half(lo) | uint32_t(emu::float_to_half(hi)) << 16; }
 __forceinline__ float bf16_lo(uint32_t pair) { return __uint_as_float(pair << 16); }
 __forceinline__ float bf16_hi(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 namespace emu {
@@ -510,6 +511,7 @@ __forceinline__ float from_e4m3(uint8_t x) { return emu::e4m3_to_float(x); }
 __forceinline__ uint32_t e4m3x2_to_f16x2(uint16_t pair) {
     return emu::both_halves([=](int i) { return emu::float_to_half(emu::e4m3_to_float(uint8_t(pair >> i / 2))); });
 }
+template <class T> __forceinline__ T* opaque(T* x) { return x; }
 __forceinline__ float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 __forceinline__ float reciprocal(float x) { return 1.0f / x; }
 __forceinline__ uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }

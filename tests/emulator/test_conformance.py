@@ -127,7 +127,7 @@ def test_conversions_and_packed_arithmetic(rng, place):
     near = patterns.to(torch.int32) << 16  # bf16 values, and the floats around the middle between two
     x = (near | torch.tensor([0, 0x7fff, 0x8000, 0x8001])[torch.randint(4, (n,), generator=rng)]).to(torch.int32).view(torch.float32)
     y = (torch.randn(n, generator=rng) * torch.exp2(torch.randint(-14, 11, (n,), generator=rng)))
-    packed, small, floats = torch.empty(6, n, dtype=torch.int32), torch.empty(n, dtype=torch.uint8), torch.empty(3, n)
+    packed, small, floats = torch.empty(7, n, dtype=torch.int32), torch.empty(n, dtype=torch.uint8), torch.empty(3, n)
     run(place, "conversions", a=a, b=b, c=c, x=x, y=y, packed=packed, small=small, floats=floats, n=n)
 
     def bf16(words):
@@ -147,6 +147,8 @@ def test_conversions_and_packed_arithmetic(rng, place):
     eight = torch.cat([w.view(torch.uint8).view(n, 4) for w in (a, b)], -1)
     select = torch.stack([c.long() >> 4 * i & 7 for i in range(4)], -1)
     assert torch.equal(packed[5], eight.gather(1, select).view(torch.int32).squeeze(-1))
+    pair = torch.stack([x, y], -1).to(torch.float16).view(torch.int16).long() & 0xffff
+    assert torch.equal(one_nan(halves(packed[6]), torch.float16), one_nan(pair, torch.float16))
     saturated = x.clamp(-448, 448).to(torch.float8_e4m3fn)  # torch's own conversion does not saturate
     assert torch.equal(torch.where(x.isnan(), 0x7f, small.long() & 0xff), torch.where(x.isnan(), 0x7f, saturated.view(torch.uint8).long()))
     assert ((small & 127) == 127)[x.isnan()].all()

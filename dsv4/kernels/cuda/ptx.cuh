@@ -268,6 +268,11 @@ PTX_FN uint32_t pack_bf16(float lo, float hi) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
     return r;
 }
+PTX_FN uint32_t pack_f16(float lo, float hi) {
+    uint32_t r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
 PTX_FN float bf16_lo(uint32_t pair) { return __uint_as_float(pair << 16); }
 PTX_FN float bf16_hi(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 PTX_FN uint32_t mul_bf16x2(uint32_t a, uint32_t b) { uint32_t r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
@@ -284,6 +289,12 @@ PTX_FN uint8_t to_e4m3(float x) {  // beyond the largest: +-448; NaN stays NaN
 }
 PTX_FN uint32_t e4m3x2_to_f16x2(uint16_t pair) { uint32_t r; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(pair)); return r; }
 PTX_FN float from_e4m3(uint8_t x) { return __half2float(__ushort_as_half(static_cast<unsigned short>(e4m3x2_to_f16x2(x)))); }
+// x, of which the compiler knows no more than that it is in a register: it is computed here and not where it is used.
+template <class T> PTX_FN T* opaque(T* global) {
+    asm("" : "+l"(global));
+    __builtin_assume(__isGlobal(global));
+    return global;
+}
 // The larger one, NaN if either is NaN (fmaxf gives the other).
 PTX_FN float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 // 1 / x within 1 unit in the last place, one instruction; subnormal numbers count as zero.
