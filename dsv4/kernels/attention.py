@@ -8,12 +8,25 @@ from . import MAX_TOKENS
 from .keys import HEAD_DIM, KEY_BYTES, KEY_SCALES, ROPE_DIM, Keys
 from .launch import IN, OUT, WEIGHT, WORK, Kernel, expect
 
-_BLOCKS, _BLOCK_HEADS, _MAX_SPLITS = 264, 16, 64  # two blocks for each SM of an H200; attention.cu says what the others are
+_SMS, _UNIT, _MAX_SPLITS = 132, 16, 64  # of an H200; keys that go to a split together
 
 _attention = Kernel("attention", {
     "q": IN, "sink": WEIGHT, "cos": IN, "sin": IN, "positions": IN, "window_values": IN, "window_scales": IN, "entry_values": IN,
     "entry_scales": IN, "selected": IN, "partial": WORK, "stats": WORK, "out": OUT, "tokens": int, "heads": int, "ring": int,
-    "window_size": int, "entries": int, "ratio": int, "top_k": int, "splits": int, "eps": float})
+    "window_size": int, "entries": int, "ratio": int, "top_k": int, "splits": int, "block_heads": int, "tile": int, "eps": float})
+
+
+def _shares(units: int, heads: int, tokens: int) -> dict[str, int]:
+    """Into how many splits a token's units of 16 keys go, the heads of a block, and how many units it takes at a time.
+
+    The less a block does, the sooner it ends; but a split of fewer than 32 keys costs the merge what it saves, and there should be no more
+    blocks than SMs. Where each of these would have more than 80 keys, two blocks an SM take their keys in turns.
+    """
+    for block_heads, tile in ((8, 2), (16, 2), (16, 5)):
+        splits = -(-units // tile)
+        if splits <= _MAX_SPLITS and splits * -(-heads // block_heads) * tokens <= _SMS:
+            return {"splits": splits, "block_heads": block_heads, "tile": tile}
+    return {"splits": max(1, min(_MAX_SPLITS, 2 * _SMS // (-(-heads // 16) * tokens))), "block_heads": 16, "tile": 3}
 
 
 def _are_keys(keys: Keys) -> bool:
@@ -48,14 +61,17 @@ def attention(q: torch.Tensor, sink: torch.Tensor, cos: torch.Tensor, sin: torch
     if selected is not None:
         expect(entries is not None and selected.dim() == 2 and len(selected) == S and selected.shape[1] >= 1
                and selected.dtype == torch.int32, "attention", f"entries, and selected [{S}, k] in int32", selected=selected)
+    if entries is not None and not len(entries.values):  # what names are there are none
+        entries = selected = None
     q = q.contiguous()
     expect(q.data_ptr() % 16 == 0, "attention", "q 16-byte aligned", q=q)
-    splits = max(1, min(_MAX_SPLITS, _BLOCKS // (-(-H // _BLOCK_HEADS) * S)))
+    bound = 0 if entries is None else len(entries.values) if selected is None else selected.shape[1]
+    shares = _shares(-(-len(window.values) // _UNIT) + -(-bound // _UNIT), H, S)
     out = torch.empty(S, H * HEAD_DIM, dtype=torch.bfloat16, device=q.device)
     _attention(q=q, sink=sink, cos=cos.contiguous(), sin=sin.contiguous(), positions=positions, window_values=window.values,
                window_scales=window.scales, entry_values=entries and entries.values, entry_scales=entries and entries.scales,
-               selected=None if selected is None else selected.contiguous(), partial=q.new_empty(S, H, splits, HEAD_DIM),
-               stats=q.new_empty(S, H, splits, 2), out=out, tokens=S, heads=H, ring=len(window.values), window_size=window_size,
+               selected=None if selected is None else selected.contiguous(), partial=out.new_empty(S, H, shares["splits"], HEAD_DIM),
+               stats=q.new_empty(S, H, shares["splits"], 2), out=out, tokens=S, heads=H, ring=len(window.values), window_size=window_size,
                entries=0 if entries is None else len(entries.values), ratio=0 if entries is None else ratio,
-               top_k=0 if selected is None else selected.shape[1], splits=splits, eps=eps)
+               top_k=0 if selected is None else selected.shape[1], eps=eps, **shares)
     return out

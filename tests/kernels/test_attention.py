@@ -145,17 +145,46 @@ def test_heads(rng, H):
     assert_as_good(run(case, reverse=H % 2 == 0), case)
 
 
-# Shares of one tile and of several, ragged last tiles; 428 keys.
+# The forms of the kernel, by the number of SMs that they get: 20 heads and 28 units of 16 keys are 3 x 14, 2 x 14 and 2 x 6 blocks; then
+# splits of one tile and of several, ragged last ones.
+FORMS = {42: (14, 8, 2), 28: (14, 16, 2), 12: (6, 16, 5), 11: (11, 16, 3), 3: (3, 16, 3), 2: (2, 16, 3), 1: (1, 16, 3)}
+
+
+def shares(monkeypatch, sms):
+    monkeypatch.setattr(module, "_SMS", sms)
+    assert module._shares(28, 20, 1) == dict(zip(("splits", "block_heads", "tile"), FORMS[sms], strict=True))
+
+
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 6, 7, 20])
-def test_few_blocks_take_several_tiles_each(rng, monkeypatch, blocks, reverse):
-    monkeypatch.setattr(module, "_BLOCKS", blocks)
-    case = Case(rng, position=128 * 300, ratio=128)
+@pytest.mark.parametrize("sms", FORMS)
+def test_few_blocks_take_several_tiles_each(rng, monkeypatch, sms, reverse):
+    """428 keys. What the ring has beyond the window and what is behind the last entry is NaN."""
+    shares(monkeypatch, sms)
+    case = Case(rng, H=20, position=128 * 300, ratio=128)
     assert_as_good(run(case, reverse=reverse), case)
 
 
-# 1,024 and 1,025 keys: shares of 32 end; 2,050: more than 32 blocks; 4,096 and 4,097: shares of one tile end.
-@pytest.mark.parametrize("keys", [1024, 1025, 2050, 4096, 4097])
+@pytest.mark.parametrize("position", [0, 40, 300, 1203])
+@pytest.mark.parametrize("sms", FORMS)
+def test_splits_that_see_no_key(rng, monkeypatch, sms, position):
+    """Room for 428 keys, of which there are few yet; whole splits and the last tiles of others are empty."""
+    shares(monkeypatch, sms)
+    case = Case(rng, H=20, position=position, ratio=4, top_k=300)
+    assert_as_good(run(case), case)
+    case = Case(rng, H=20, position=position, ratio=128)
+    case.entries = Keys(*(torch.cat((part, part.new_full((300 - len(part), part.shape[1]), 255))) for part in case.entries))
+    assert_as_good(run(case), case)
+
+
+def test_shares_of_the_published_models():
+    """Pro and Flash, one token: HCA and SWA at 4K, CSA; HCA at 1M; eight tokens."""
+    for units, heads, tokens, want in ((11, 128, 1, (6, 8, 2)), (73, 128, 1, (15, 16, 5)), (9, 64, 1, (5, 8, 2)), (41, 64, 1, (21, 16, 2)),
+                                       (521, 128, 1, (33, 16, 3)), (73, 128, 8, (4, 16, 3)), (1, 4, 1, (1, 8, 2))):
+        assert tuple(module._shares(units, heads, tokens).values()) == want
+
+
+# Up to 64 splits of 2 units; of 5; more than 32 splits to merge, and more than 24; several tiles each.
+@pytest.mark.parametrize("keys", [500, 1024, 1025, 2050, 4096, 4097, 5200])
 def test_many_keys(rng, keys):
     case = Case(rng, H=2, position=128 * (keys - 128), ratio=128)
     assert_as_good(run(case), case)
@@ -175,6 +204,36 @@ def test_small_and_huge_scores(rng, spread):
     """Scores of up to several thousand: exp overflows without the maximum, and most weights are 0."""
     case = Case(rng, S=2, position=300, ratio=4, top_k=60, spread=spread)
     assert_as_good(run(case), case)
+
+
+@pytest.mark.parametrize("sms", FORMS)
+def test_scales_of_a_key_s_blocks_that_are_far_apart(rng, monkeypatch, sms):
+    """Weights are f16 relative to the largest scale of a warp's keys: 2^12 between them costs no bit. The blocks with the large scales are
+    where q is 0, so that no key takes all of the weight."""
+    shares(monkeypatch, sms)
+    case = Case(rng, H=20, position=300, ratio=128)
+    case.q.view(20, D)[:, 64:256] = 0
+    for keys in (case.window, case.entries):
+        rows = (keys.scales[:, 0] != 255).nonzero().flatten()
+        values = torch.randn(len(rows), 8, 64, generator=rng) * torch.exp2(torch.randint(-6, 7, (len(rows), 8, 1), generator=rng).float())
+        values[:, [0, 4, 5, 6, 7]] = torch.randn(len(rows), 5, 64, generator=rng)
+        put(keys, rows, values.flatten(1))
+    want, noise = exact(case)
+    got, low = run(case), definition(case)
+    assert_as_good(got, case)
+    for block in range(8):  # each for itself: the errors of the large ones would hide the others
+        dims = slice(64 * block, 64 * block + 64)
+        compare.assert_as_good(got[..., dims], low[..., dims], want[..., dims], roundings=2**14, scale=noise[..., dims])
+
+
+def test_entries_without_a_row(rng):
+    """A context of less than a block: what is named are none."""
+    case = Case(rng, S=2, position=1)
+    want = run(case)
+    case.entries, case.ratio = Keys.empty(0), 4
+    assert torch.equal(run(case), want)
+    case.selected = torch.full((2, 9), -1, dtype=torch.int32)
+    assert torch.equal(run(case), want)
 
 
 def test_scores_that_are_all_negative(rng):

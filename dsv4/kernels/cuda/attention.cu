@@ -1,429 +1,589 @@
 // attention: q's per-head norm and RoPE, softmax with a sink over a token's window and compressed entries, whose 512 dims are keys and
 // values, packed as in dsv4/kernels/keys.py; output de-rotated and rounded once (dsv4/ops/attention.py, attention_ref).
 //
-// attention_split: a block takes 16 heads x a share of one token's keys (flash-decoding); attention_merge adds the shares up. The eight
-// warps of a block divide the dims, not the keys: warps 0 to 6 have 64 FP8 dims and so one scale per key, warp 7 has the 64 rotated bf16
-// dims. A warp loads its part of a key straight into the registers that the tensor core's B operand wants, multiplies it with its dims of
-// q, stores it as bf16 in shared memory of its own, and multiplies it there, transposed, with P into its dims of the output. Only scores
-// cross warps.
+// attention_split: a block takes 8 or 16 heads x a share of one token's keys (flash-decoding); attention_merge adds the shares up. The
+// eight warps of a block divide the dims, not the keys: warps 0 to 6 have 64 FP8 dims and so one scale per key, warp 7 has the 64 rotated
+// bf16 dims. A warp loads its part of a key straight into the registers that the tensor core's B operand wants, multiplies it with its
+// dims of q, stores it in shared memory of its own, and multiplies it there, transposed, with the weights into its dims of the output.
+// Only q and scores cross warps.
 //
-// Pro, CSA (128 heads, 1,152 keys): 8 x 18 blocks of 64 keys, each reads 70 KB and writes 33 KB. Latency decides: position, selection and
-// keys are three dependent loads (1.3 us), expanding and multiplying 64 keys 1 us, launch, barriers and stores 1.5 us; the merge reads
-// 4.7 MB from L2 (2 us with its launch). So 6 us are expected; for 128 heads x 192 keys and 64 x 640 5 us (48 and 80 blocks of 32 keys).
+// FP8 dims are multiplied as f16, which holds every e4m3: a pair takes one or two instructions, as bf16 five or six. The scales, powers of
+// two, multiply the scores, and the weights before they meet the values. Partial outputs are bf16: this rounding adds about what weights in
+// f16 save, so that the error is 0.95 to 1.06 times that of the definition in bf16.
+//
+// Keys are taken in an order that needs no position: the ring's rows, then the entries. Units of 16 go to the splits in turn. So if a split
+// has one tile (`once`), a round trip brings position, q and keys together (with a selection: position, q and names, a second one keys),
+// what the token does not see is masked, and the work is even over the splits wherever the token is. The merge reads no position.
+//
+// Predicted, Pro, CSA (128 heads, 1,152 keys): 8 x 15 blocks of 80 keys, one an SM, which together read 3.9 MB of q and 5.4 MB of keys
+// through L2 and write 2 MB. Two round trips of 0.65 us, 0.5 us for the bytes, 770 instructions of a warp behind the keys (two warps a
+// scheduler: 0.9 us), 0.3 us for the stores; the merge: a round trip, 0.2 us for its 2 MB, 310 instructions (0.3 us); a dependent launch
+// costs 1.1 us beside its round trip: 7 us. HCA (160 keys): 16 x 6 blocks of 8 heads and 32 keys, one round trip, 580 instructions: 5 us.
+// 64 heads x 640 keys: 4 x 21 blocks of 16 heads and 32 keys, two round trips, 550 instructions: 6 us.
 #include "common.cuh"
 
 constexpr int kDim = 512, kPlain = 448, kRotary = kDim - kPlain;  // dims of a head, of these FP8, of these rotated
 constexpr int kKeyBytes = kPlain + 2 * kRotary, kScaleBytes = 8;
-constexpr int kHeads = 16;             // of a block: the tensor core's rows
-constexpr int kTile = 64;              // keys between two barriers
-constexpr int kWarpDims = 64;          // the dims of a warp: one scale's, or the rotated ones
+constexpr int kUnit = 16, kWarpDims = 64;
 constexpr int kWarps = kDim / kWarpDims, kThreads = 32 * kWarps, kRotaryWarp = kWarps - 1;
-constexpr int kMergeThreads = kDim / 4, kMaxSplits = 64, kAhead = 20;
-constexpr float kScale = 0.044194173824159216f, kExp2Scale = kScale * 1.4426950408889634f;  // 512^-0.5, and for powers of two instead of e
+constexpr int kMergeGroups = 4, kMergeThreads = kMergeGroups * (kDim / 8), kMaxSplits = 64;
+constexpr int kAhead = 6;  // splits of a group on their way at a time
+// A normed q is at most 512^0.5. It goes times 2^11: then f16 holds its bf16 exactly down to 2^-28.
+constexpr float kQueryFactor = 2048.0f, kScale = 0.044194173824159216f / kQueryFactor;  // of a score: 512^-0.5
+constexpr float kExp2Scale = kScale * 1.4426950408889634f;                              // for powers of two instead of e
 
-// Shared memory. Scores of a warp and 8 keys are 32 float4 as mma leaves them; these and the rows of weights are padded, which keeps reads
-// by other warps free of bank conflicts. The rotated dims have a second buffer: the next tile's arrive there while this one's are in use.
-constexpr int kScoreStride = 36, kWeightStride = 144, kValueBytes = kTile * 2 * kWarpDims;
-constexpr int kScores = 0, kValues = kWarps * (kTile / 8) * kScoreStride * 16;
-constexpr int kWeights = kValues + (kWarps + 1) * kValueBytes, kFactors = kWeights + kWeightStride * kHeads;
-constexpr int kSquares = kFactors + 4 * kHeads, kAngles = kSquares + 4 * kWarps * kHeads, kSharedBytes = kAngles + 4 * kRotary;
-static_assert(2 * (kSharedBytes + 1024) <= 228 * 1024, "two blocks a SM");
+// A block's shared memory, for tiles (what lies between two barriers) of kUnits. Values: 16 rows of a unit for each warp, and once more for
+// the rotary one: the next tile's dims arrive there while this one's are in use. Scores of a warp and 8 keys: the 2 or 4 floats of each
+// lane as mma leaves them. The scores of 8 keys and the rows of weights are padded, which keeps reads free of bank conflicts.
+constexpr int kWarpBytes = kUnit * 2 * kWarpDims, kUnitBytes = (kWarps + 1) * kWarpBytes, kQueryBytes = 2 * kDim;
+template <int kUnits> constexpr int kLaneKeys = (kUnits + 1) / 2;                   // keys of a tile that a lane looks after
+template <int kUnits> constexpr int kRelative = 4 * 32 * kLaneKeys<kUnits>;         // behind a warp's scales, the same as f16
+template <int kUnits> constexpr int kWeightStride = 128 * ((kUnits + 3) / 4) + 16;  // of a head
+template <int kHeads> constexpr int kLaneScores = kHeads;                           // bytes, of 8 keys
+template <int kHeads> constexpr int kWarpScores = 32 * kLaneScores<kHeads>;
+template <int kHeads> constexpr int kOctetScores = kWarps * kWarpScores<kHeads> + 4 * kHeads;
+template <int kHeads, int kUnits> struct Layout {
+    static constexpr int kValues = 0, kScores = kUnits * kUnitBytes, kQueries = kScores + 2 * kUnits * kOctetScores<kHeads>;
+    static constexpr int kWeights = kQueries + kHeads * kQueryBytes, kFactors = kWeights + 2 * kHeads * kWeightStride<kUnits>;
+    static constexpr int kScales = kFactors + 4 * kHeads, kWarpScales = kRelative<kUnits> + 2 * 32 * kLaneKeys<kUnits>;
+    static constexpr int kBytes = kScales + kWarps * kWarpScales;
+};
 
-// What a token can see. Without entries ratio is 0; without a selection (all entries are seen) top_k is 0.
+// What a token can see. Without a selection (all entries may be seen) top_k is 0.
 struct Cache {
     const uint8_t *window_values, *window_scales, *entry_values, *entry_scales;
-    const int* selected;  // [tokens, top_k], -1 where there is none
-    int ring, window, entries, ratio, top_k;
+    const int* selected;         // [tokens, top_k], -1 where there is none
+    int ring, window, entries, ratio, top_k;  // entries: how many there are, or names of them
 };
 
-// How a token's `count` keys, `window` of them in the ring, are split into shares (the last may be shorter), a multiple of 16.
-struct Plan {
-    int own, window, count, share;  // own: the ring's row of the token itself
-};
-
-// Shares of 32 keys while they fill at most half of the blocks that the grid has; then of one tile; then of what fills all blocks.
-__device__ __forceinline__ Plan plan_for(const int64_t* positions, const Cache& cache, int token, int splits) {
-    const int position = int(positions[token]);
-    Plan p;
-    p.own = unsigned(position) % unsigned(cache.ring);  // unsigned divisions are shorter
-    p.window = min(position + 1, cache.window);
-    p.count = p.window;
-    if (cache.ratio) p.count += min(int(unsigned(position + 1) / unsigned(cache.ratio)), cache.top_k ? cache.top_k : cache.entries);
-    p.share = 32;
-    if (p.count > splits / 2 * 32) p.share = kTile;
-    if (p.count > splits * kTile) p.share = (p.count + 16 * splits - 1) / (16 * splits) * 16;
-    return p;
-}
-
-// Key `i` of a token, if it has one there: its bytes and its scales. False if not; then it is its own key, which can always be read.
-__device__ __forceinline__ bool locate(const uint8_t*& key, const uint8_t*& scales, const Cache& cache, const Plan& plan, int token, int i,
-                                       bool there) {
-    int row = plan.own + 1 - plan.window + i;
-    if (row < 0) row += cache.ring;
-    int entry = there ? i - plan.window : -1;
-    const bool recent = there && i < plan.window;
-    if (cache.top_k && entry >= 0) entry = cache.selected[int64_t(token) * cache.top_k + entry];
-    if (!recent) row = entry < 0 ? plan.own : entry;
-    const bool in_ring = recent || entry < 0;
-    key = (in_ring ? cache.window_values : cache.entry_values) + int64_t(row) * kKeyBytes;
-    scales = (in_ring ? cache.window_scales : cache.entry_scales) + int64_t(row) * kScaleBytes;
-    return recent || entry >= 0;
-}
+__host__ __device__ constexpr int units_of(int keys) { return (keys + kUnit - 1) / kUnit; }
 
 // Where 16-byte chunk `chunk` of row `row` lies among values of 128-byte rows: eight chunks that are moved together are in different banks.
 __device__ __forceinline__ int place(int row, int chunk) { return row * 128 + ((chunk ^ row % 8) << 4); }
 
-// A tile's keys as one warp has them. raw[n] are e4m3 dims 16 t to 16 t + 15 of key 8 n + g, with g = lane / 4 and t = lane % 4; in the
-// rotary warp the bf16 dims go to shared memory instead, to chunks that this thread alone will touch until it has scored them.
-struct Tile {
-    uint4 raw[kTile / 8];
-    unsigned mark[2];  // lane l: the ue8m0 bytes of keys l and l + 32; in the rotary warp, whether there are these keys
+// A tile: units first, first + splits, ... as one warp has it. raw[n] are e4m3 dims 16 t to 16 t + 15 of key 8 n + g, with g = lane / 4 and
+// t = lane % 4; in the rotary warp the bf16 dims go to shared memory instead, to chunks that this thread alone will touch until it has
+// scored them. Apart from these, half-warp i of lanes looks after key `lane % 16` of units i, i + 2 and i + 4.
+constexpr int kNone = 0x7fffffff;
+template <int kUnits> struct Tile {
+    uint4 raw[2 * kUnits];
+    const uint8_t *keys[kUnits], *scales[kLaneKeys<kUnits>];  // row 0 of what a unit, the lane's key is of, at this thread's dims
+    bool in_ring[kLaneKeys<kUnits>];
+    int number[kLaneKeys<kUnits>];     // of the key among the ring's rows, or among the entries or their names; kNone: there is none
+    int row[kLaneKeys<kUnits>];        // its row, or any other if there is none
+    unsigned mark[kLaneKeys<kUnits>];  // its ue8m0 byte for this warp's dims
 };
 
-// Keys `begin` to begin + left - 1, or as many of them as fit, in steps of 16.
-__device__ __forceinline__ void load_tile(Tile& tile, char* values, const Cache& cache, const Plan& plan, int token, int begin, int left,
-                                          int steps, int warp, int lane) {
-    int64_t mine[2];  // the key's distance from the window, and not its address, of which ptxas would not know that it is global
+// A bit for each lane's key of a tile, if the token sees it; and units up to the last such key, at least 1.
+template <int kUnits> struct Seen {
+    unsigned bits[kLaneKeys<kUnits>];
+    int units;
+    // Of key 8 n + i.
+    __device__ __forceinline__ bool operator()(int n, int i) const { return bits[n / 4] >> (n % 4 * 8 + i) & 1; }
+};
+
+// What is known of a tile before the position is. `all`: how many units there are.
+template <int kUnits>
+__device__ __forceinline__ void plan_tile(Tile<kUnits>& tile, const Cache& cache, int first, int splits, int all, int warp, int lane) {
+    const int ring_units = units_of(cache.ring), dims = warp * kWarpDims + lane % 4 * (warp != kRotaryWarp ? 16 : 32);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const uint8_t *key, *scales;
-        const bool there = locate(key, scales, cache, plan, token, begin + 32 * half + lane, 32 * half + lane < left);
-        tile.mark[half] = warp != kRotaryWarp ? scales[warp] : there;
-        mine[half] = reinterpret_cast<int64_t>(key) - reinterpret_cast<int64_t>(cache.window_values);
+    for (int i = 0; i < kUnits; i++)  // of a unit that is not there the last one is read
+        tile.keys[i] = opaque((min(first + i * splits, all - 1) < ring_units ? cache.window_values : cache.entry_values) + dims);
+#pragma unroll
+    for (int h = 0; h < kLaneKeys<kUnits>; h++) {
+        const int mine = 2 * h + lane / kUnit, unit = min(first + mine * splits, all - 1);
+        tile.in_ring[h] = unit < ring_units;
+        tile.number[h] = (tile.in_ring[h] ? unit : unit - ring_units) * kUnit + lane % kUnit;
+        tile.row[h] = min(tile.number[h], (tile.in_ring[h] ? cache.ring : cache.entries) - 1);
+        tile.scales[h] = opaque((tile.in_ring[h] ? cache.window_scales : cache.entry_scales) + warp);
+        if (mine >= kUnits || first + mine * splits >= all) tile.number[h] = kNone;
     }
+}
+
+// Asks for the names of selected entries.
+template <int kUnits> __device__ __forceinline__ void load_names(Tile<kUnits>& tile, const Cache& cache, int token) {
+    if (cache.top_k)
+#pragma unroll
+        for (int h = 0; h < kLaneKeys<kUnits>; h++)
+            if (!tile.in_ring[h]) tile.row[h] = cache.selected[token * cache.top_k + tile.row[h]];
+}
+
+// Asks for the keys of a tile, whether the token sees them or not: what rows hold that no token has does not matter.
+template <int kUnits> __device__ __forceinline__ void load_tile(Tile<kUnits>& tile, char* values, int warp, int lane) {
     const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < kLaneKeys<kUnits>; h++)
+        if (tile.row[h] < 0) tile.row[h] = 0, tile.number[h] = kNone;
+    const auto key = [&](int n) {
+        return tile.keys[n / 2] + uint64_t(uint32_t(__shfl_sync(~0u, tile.row[n / 4], n % 4 * 8 + g))) * kKeyBytes;
+    };
     if (warp != kRotaryWarp) {
 #pragma unroll
-        for (int n = 0; n < kTile / 8; n++) {
-            if (n >= 2 * steps) break;
-            const auto* key = reinterpret_cast<const uint4*>(cache.window_values + __shfl_sync(~0u, mine[n / 4], n % 4 * 8 + g));
-            tile.raw[n] = key[warp * (kWarpDims / 16) + t];
-        }
+        for (int n = 0; n < 2 * kUnits; n++) tile.raw[n] = *reinterpret_cast<const uint4*>(key(n));
+#pragma unroll
+        for (int h = 0; h < kLaneKeys<kUnits>; h++) tile.mark[h] = tile.scales[h][uint64_t(uint32_t(tile.row[h])) * kScaleBytes];
     } else {
-#pragma unroll 1
-        for (int n = 0; n < 2 * steps; n++) {
-            const auto* key = cache.window_values + __shfl_sync(~0u, n < 4 ? mine[0] : mine[1], n % 4 * 8 + g);
-            cp_async_16(values + place(8 * n + g, 2 * t), key + kPlain + 32 * t);
-            cp_async_16(values + place(8 * n + g, 2 * t + 1), key + kPlain + 32 * t + 16);
+#pragma unroll
+        for (int h = 0; h < kLaneKeys<kUnits>; h++) tile.mark[h] = 127;  // 2^0
+#pragma unroll
+        for (int n = 0; n < 2 * kUnits; n++) {
+            const uint8_t* from = key(n);
+            cp_async_16(values + n / 2 * kUnitBytes + place(n % 2 * 8 + g, 2 * t), from);
+            cp_async_16(values + n / 2 * kUnitBytes + place(n % 2 * 8 + g, 2 * t + 1), from + 16);
         }
         cp_async_commit();
     }
 }
 
-// Keys 8 n to 8 n + 7, as bf16: their products with the warp's dims of q go to `scores`, they themselves to `values`. Bits 0 and 1 of
-// `seen` are of keys 8 n + 2 t and the next: the scores of one that is not seen are -inf. pair[2 i] are the first and the third of the
-// thread's dims 4 i to 4 i + 3, pair[2 i + 1] the others; chunk 2 t has the even pairs, chunk 2 t + 1 the odd ones, so that the two columns
-// which a later mma gives a thread are, with those of the next chunk, four neighbouring dims.
-__device__ __forceinline__ void score_keys(float4* scores, char* values, const uint32_t (&pair)[8], const uint32_t (&q)[4][4], int n,
-                                           int lane, unsigned seen) {
-    const int key = 8 * n + lane / 4, chunk = 2 * (lane % 4);
+// Finds out which keys of a tile its token sees, and cuts units off behind the last one.
+template <int kUnits> __device__ __forceinline__ Seen<kUnits> see(const Tile<kUnits>& tile, const Cache& cache, int position) {
+    const int own = int(unsigned(position) % unsigned(cache.ring));  // unsigned divisions are shorter
+    const int oldest = min(cache.window, position + 1);
+    Seen<kUnits> seen;
+    seen.units = 1;
+#pragma unroll
+    for (int h = 0; h < kLaneKeys<kUnits>; h++) {
+        const int number = tile.number[h], age = own - number + (number > own ? cache.ring : 0);
+        const bool closed = cache.top_k || (min(number, cache.entries) + 1) * cache.ratio <= position + 1;
+        seen.bits[h] = __ballot_sync(~0u, tile.in_ring[h] ? (number < cache.ring) & (age < oldest) : (number < cache.entries) & closed);
+        if (seen.bits[h]) seen.units = 2 * h + (seen.bits[h] >> kUnit ? 2 : 1);
+    }
+    return seen;
+}
+
+// Keys 8 n to 8 n + 7, as pairs of 16-bit values: their products with the warp's dims of q go to `scores`, times the keys' scales; they
+// themselves to `values`. Pair i are the thread's dims 2 i and 2 i + 1: chunk 2 t has the even pairs, chunk 2 t + 1 the odd ones, so that
+// the two columns which a later mma gives a thread are, with those of the next chunk, four neighbouring dims.
+template <int kHeads, bool kIsRotary>
+__device__ __forceinline__ void score_keys(char* scores, char* values, const uint32_t (&pair)[8], const uint32_t (&q)[4][4], int n,
+                                           int lane, float2 scale) {
+    const int key = n % 2 * 8 + lane / 4, chunk = 2 * (lane % 4);
     float sum[2][4] = {};  // two, as a product waits 33 cycles for the one before
 #pragma unroll
-    for (int j = 0; j < 4; j++) mma_bf16(sum[j % 2], q[j], {pair[2 * j], pair[2 * j + 1]});
-    *reinterpret_cast<uint4*>(values + place(key, chunk)) = uint4{pair[0], pair[2], pair[4], pair[6]};
-    *reinterpret_cast<uint4*>(values + place(key, chunk + 1)) = uint4{pair[1], pair[3], pair[5], pair[7]};
+    for (int j = 0; j < 4; j++) {  // registers as they are stored
+        const uint32_t b[2] = {pair[j % 2 * 4 + j / 2], pair[j % 2 * 4 + j / 2 + 2]};
+        if (kIsRotary) mma_bf16(sum[j % 2], q[j], b);
+        else mma_f16(sum[j % 2], q[j], b);
+    }
+    *reinterpret_cast<uint4*>(values + n / 2 * kUnitBytes + place(key, chunk)) = uint4{pair[0], pair[2], pair[4], pair[6]};
+    *reinterpret_cast<uint4*>(values + n / 2 * kUnitBytes + place(key, chunk + 1)) = uint4{pair[1], pair[3], pair[5], pair[7]};
+    float product[kHeads / 4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum[0][i] = seen >> i % 2 & 1 ? sum[0][i] + sum[1][i] : -INFINITY;
-    scores[n * kScoreStride + lane] = float4{sum[0][0], sum[0][1], sum[0][2], sum[0][3]};
+    for (int i = 0; i < kHeads / 4; i++) product[i] = (sum[0][i] + sum[1][i]) * (i % 2 ? scale.y : scale.x);
+    store(reinterpret_cast<float*>(scores + n * kOctetScores<kHeads> + lane * kLaneScores<kHeads>), product);
 }
 
-__device__ __forceinline__ void score_plain_tile(float4* scores, char* values, const Tile& tile, const uint32_t (&q)[4][4], int steps,
-                                                 int lane) {
-    const uint32_t power[2] = {(tile.mark[0] << 7) * 0x10001, (tile.mark[1] << 7) * 0x10001};  // twice 2^(scale - 127); infinity for 255
+// The scales of a tile for one warp: as floats, for scores; and relative to the largest exponent so far, as f16, for weights. A weight of 1
+// loses bits only where its key's scale is below 2^-14 of the largest, and is 0 below 2^-24. Returns the factor for what was summed up
+// relative to the old exponent.
+template <int kUnits>
+__device__ __forceinline__ float keep_scales(char* scales, Tile<kUnits>& tile, const Seen<kUnits>& seen, unsigned& exponent, int lane) {
+    unsigned largest = exponent;
+    bool spoilt = false;
 #pragma unroll
-    for (int n = 0; n < kTile / 8; n++) {
-        if (n >= 2 * steps) break;
+    for (int h = 0; h < kLaneKeys<kUnits>; h++) {
+        const bool is = seen.bits[h] >> lane & 1;
+        spoilt |= !is & (tile.mark[h] == 255);
+        tile.mark[h] = is ? tile.mark[h] : 0;
+        largest = max(largest, tile.mark[h]);
+    }
+    largest = __reduce_max_sync(~0u, largest);
+    const auto power = [](int exponent) { return __uint_as_float(max(exponent, 0) << 23); };  // 2^(exponent - 127), or 0
+#pragma unroll
+    for (int h = 0; h < kLaneKeys<kUnits>; h++) {
+        const unsigned mark = tile.mark[h];
+        const float scale = mark == 255 ? NAN : power(mark), relative = mark == 255 ? NAN : power(int(127 + mark - largest));
+        reinterpret_cast<float*>(scales)[32 * h + lane] = scale;
+        reinterpret_cast<uint16_t*>(scales + kRelative<kUnits>)[32 * h + lane] = static_cast<uint16_t>(pack_f16(relative, 0.0f));
+    }
+    if (__any_sync(~0u, spoilt))  // a weight of 0 would not make a NaN harmless; a code is NaN only where the scale is
+#pragma unroll
+        for (int n = 0; n < 2 * kUnits; n++) {
+            const unsigned mask = seen(n, lane / 4) ? ~0u : 0;
+            tile.raw[n].x &= mask, tile.raw[n].y &= mask, tile.raw[n].z &= mask, tile.raw[n].w &= mask;
+        }
+    const float grown = power(int(127 + exponent - largest));
+    exponent = largest;
+    __syncwarp();
+    return grown;
+}
+
+// e4m3 is exact in f16, and no scale is needed yet: a score is multiplied by it, and a weight before it meets the value.
+template <int kHeads, int kUnits>
+__device__ __forceinline__ void score_plain_tile(char* scores, char* values, const char* scales, const Tile<kUnits>& tile,
+                                                 const uint32_t (&q)[4][4], int units, int lane) {
+#pragma unroll
+    for (int n = 0; n < 2 * kUnits; n++) {
+        if (n / 2 >= units) break;
         const uint32_t word[4] = {tile.raw[n].x, tile.raw[n].y, tile.raw[n].z, tile.raw[n].w};
-        const uint32_t times = __shfl_sync(~0u, power[n / 4], n % 4 * 8 + lane / 4);
         uint32_t pair[8];
-        // e4m3 -> bf16: sign, exponent and fraction are put in place, which makes value * 2^-120 (subnormals too). Both products are exact.
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t even = (word[i] << 4 & 0x07f007f0) | (word[i] << 8 & 0x80008000);
-            const uint32_t odd = (word[i] >> 4 & 0x07f007f0) | (word[i] & 0x80008000);
-            pair[2 * i] = mul_bf16x2(mul_bf16x2(even, 0x7b807b80), times);  // 0x7b80: 2^120
-            pair[2 * i + 1] = mul_bf16x2(mul_bf16x2(odd, 0x7b807b80), times);
-        }
-        score_keys(scores, values, pair, q, n, lane, 3);
+        for (int i = 0; i < 8; i++) pair[i] = e4m3x2_to_f16x2(static_cast<uint16_t>(word[i / 2] >> i % 2 * 16));
+        score_keys<kHeads, false>(scores, values, pair, q, n, lane, reinterpret_cast<const float2*>(scales)[4 * n + lane % 4]);
     }
 }
 
-// -inf from this warp is enough to make the sums of all warps -inf.
-__device__ __forceinline__ void score_rotary_tile(float4* scores, char* values, const Tile& tile, const uint32_t (&q)[4][4], int steps,
+template <int kHeads, int kUnits>
+__device__ __forceinline__ void score_rotary_tile(char* scores, char* values, const Seen<kUnits>& seen, const uint32_t (&q)[4][4],
                                                   int lane) {
-    const unsigned there[2] = {__ballot_sync(~0u, tile.mark[0]), __ballot_sync(~0u, tile.mark[1])};
     cp_async_wait<0>();
-#pragma unroll 1
-    for (int n = 0; n < 2 * steps; n++) {
-        const int key = 8 * n + lane / 4, chunk = 2 * (lane % 4);
-        uint32_t pair[8];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint4 v = *reinterpret_cast<const uint4*>(values + place(key, chunk + half));
-            pair[4 * half] = byte_perm(v.x, v.y, 0x5410), pair[4 * half + 1] = byte_perm(v.x, v.y, 0x7632);
-            pair[4 * half + 2] = byte_perm(v.z, v.w, 0x5410), pair[4 * half + 3] = byte_perm(v.z, v.w, 0x7632);
-        }
-        score_keys(scores, values, pair, q, n, lane, (n < 4 ? there[0] : there[1]) >> (n % 4 * 8 + chunk));
+    for (int n = 0; n < 2 * kUnits; n++) {
+        if (n / 2 >= seen.units) break;
+        const int key = n % 2 * 8 + lane / 4, chunk = 2 * (lane % 4);
+        const bool is = seen(n, lane / 4);  // as in keep_scales
+        const uint4 low = *reinterpret_cast<const uint4*>(values + n / 2 * kUnitBytes + place(key, chunk));
+        const uint4 high = *reinterpret_cast<const uint4*>(values + n / 2 * kUnitBytes + place(key, chunk + 1));
+        const uint32_t pair[8] = {is ? low.x : 0,  is ? low.y : 0,  is ? low.z : 0,  is ? low.w : 0,
+                                  is ? high.x : 0, is ? high.y : 0, is ? high.z : 0, is ? high.w : 0};
+        score_keys<kHeads, true>(scores, values, pair, q, n, lane, {1.0f, 1.0f});
     }
 }
 
-// The softmax so far of heads `warp` and warp + 8: the largest score (unscaled) in every lane, the sum of weights in parts.
-struct Running {
-    float top[2], sum[2];
+// The softmax so far of heads `warp` and, of 16, warp + 8: the largest score (unscaled) in every lane, the sum of weights in parts.
+template <int kHeads> struct Running {
+    float top[kHeads / 8], sum[kHeads / 8];
 };
 
-// Adds the warps' parts of the scores up, for two heads and all keys of the tile: lane (n, t) has keys 8 n + 2 t and the next. Leaves bf16
-// weights relative to the largest score so far, and the factor for what was summed before.
-__device__ __forceinline__ void weigh_tile(Running& running, char* shared, int steps, int warp, int lane) {
-    const int n = lane / 4, t = lane % 4;
-    float score[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) score[i] = n < 2 * steps ? 0.0f : -INFINITY;
-    if (n < 2 * steps) {
-        const float4* scores = reinterpret_cast<const float4*>(shared + kScores) + n * kScoreStride + 4 * warp + t;
-#pragma unroll 4
-        for (int w = 0; w < kWarps; w++) {
-            const float4 part = scores[w * (kTile / 8) * kScoreStride];
-            score[0] += part.x, score[1] += part.y, score[2] += part.z, score[3] += part.w;
-        }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float top = fmaxf(running.top[h], fmaxf(score[2 * h], score[2 * h + 1]));
-#pragma unroll
-        for (int offset = 16; offset; offset /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
-        const float from = top == -INFINITY ? 0.0f : top;  // no key yet: all weights are exp(-inf) = 0
-        const float factor = exp2f((running.top[h] - from) * kExp2Scale);
-        const float p[2] = {exp2f((score[2 * h] - from) * kExp2Scale), exp2f((score[2 * h + 1] - from) * kExp2Scale)};
-        running.top[h] = top;
-        running.sum[h] = running.sum[h] * factor + (p[0] + p[1]);
-        const int row = warp + 8 * h;
-        *reinterpret_cast<uint32_t*>(shared + kWeights + row * kWeightStride + 16 * n + 4 * t) = pack_bf16(p[0], p[1]);
-        if (lane == 0) reinterpret_cast<float*>(shared + kFactors)[row] = factor;
-    }
+// The largest of a warp's numbers: one instruction, on integers of the same order.
+__device__ __forceinline__ float warp_max(float x) {
+    const int bits = __float_as_int(x), top = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(top ^ (top >> 31 & 0x7fffffff));
 }
 
-// out = out * factor + weights . values, for the warp's dims.
-__device__ __forceinline__ void add_values(float (&out)[8][4], const char* shared, const char* values, int steps, int lane) {
-    const float* factors = reinterpret_cast<const float*>(shared + kFactors) + lane / 4;
-    const float factor[2] = {factors[0], factors[8]};
+// Adds the warps' parts of the scores up, for a warp's heads and all keys of the tile: lane (n, t) has keys 8 n + 2 t and the next and, of
+// more than 64 keys, those 64 further. Leaves weights relative to the largest score so far, in f16 and in bf16, and the factors for what
+// was summed before.
+template <int kHeads, int kUnits, bool kOnce>
+__device__ __forceinline__ void weigh_tile(Running<kHeads>& running, char* shared, const Seen<kUnits>& seen, int warp, int lane) {
+    using At = Layout<kHeads, kUnits>;
+    constexpr int kMine = kHeads / 8, kPasses = (kUnits + 3) / 4;
+    const int n = lane / 4, t = lane % 4;
+    float score[kPasses][2 * kMine], top[kMine], from[kMine];
+    const auto add_up = [&](int pass) {
+        // A lane without keys reads what another has.
+        const char* parts = shared + At::kScores + min(n + 8 * pass, 2 * seen.units - 1) * kOctetScores<kHeads> +
+                            (4 * warp + t) * kLaneScores<kHeads>;
+        float sum[2 * kMine];
+        load(sum, reinterpret_cast<const float*>(parts));
+#pragma unroll(kOnce ? kWarps : 4)  // of many tiles the next one has most of the registers
+        for (int w = 1; w < kWarps; w++) {
+            float part[2 * kMine];
+            load(part, reinterpret_cast<const float*>(parts + w * kWarpScores<kHeads>));
 #pragma unroll
-    for (int n = 0; n < 8; n++)
+            for (int i = 0; i < 2 * kMine; i++) sum[i] += part[i];
+        }
+        const unsigned low = seen.bits[2 * pass], high = 2 * pass + 1 < kLaneKeys<kUnits> ? seen.bits[2 * pass + 1] : 0;
+        const unsigned bits = (lane < 16 ? low : high) >> 2 * (lane % 16);
 #pragma unroll
-        for (int i = 0; i < 4; i++) out[n][i] *= factor[i / 2];
+        for (int i = 0; i < 2 * kMine; i++) score[pass][i] = bits >> i % 2 & 1 ? sum[i] : -INFINITY;
+    };
+    add_up(0);
 #pragma unroll
-    for (int step = 0; step < kTile / 16; step++) {
-        if (step >= steps) break;
-        const int row = lane % 16, chunk = lane / 16;
+    for (int h = 0; h < kMine; h++) top[h] = fmaxf(score[0][2 * h], score[0][2 * h + 1]);
+    if (kPasses > 1 && seen.units > 4) {
+        add_up(kPasses - 1);
+#pragma unroll
+        for (int h = 0; h < kMine; h++) top[h] = fmaxf(top[h], fmaxf(score[kPasses - 1][2 * h], score[kPasses - 1][2 * h + 1]));
+    }
+#pragma unroll
+    for (int h = 0; h < kMine; h++) {
+        top[h] = warp_max(kOnce ? top[h] : fmaxf(running.top[h], top[h]));
+        from[h] = top[h] == -INFINITY ? 0.0f : top[h];  // no key yet: all weights are exp(-inf) = 0
+        if (!kOnce) {
+            const float factor = exp2f((running.top[h] - from[h]) * kExp2Scale);
+            running.sum[h] *= factor;
+            if (lane == 0) reinterpret_cast<float*>(shared + At::kFactors)[warp + 8 * h] = factor;
+        }
+        running.top[h] = top[h];
+    }
+    char* weights = shared + At::kWeights + warp * kWeightStride<kUnits> + 4 * lane;
+    const auto weigh = [&](int pass) {
+#pragma unroll
+        for (int h = 0; h < kMine; h++) {
+            const float p[2] = {exp2f((score[pass][2 * h] - from[h]) * kExp2Scale),
+                                exp2f((score[pass][2 * h + 1] - from[h]) * kExp2Scale)};
+            running.sum[h] = kOnce && pass == 0 ? p[0] + p[1] : running.sum[h] + (p[0] + p[1]);
+            *reinterpret_cast<uint32_t*>(weights + 8 * h * kWeightStride<kUnits> + 128 * pass) = pack_f16(p[0], p[1]);
+            *reinterpret_cast<uint32_t*>(weights + (kHeads + 8 * h) * kWeightStride<kUnits> + 128 * pass) = pack_bf16(p[0], p[1]);
+        }
+    };
+    weigh(0);
+    if (kPasses > 1 && seen.units > 4) weigh(kPasses - 1);
+}
+
+// out += weights . values, for the warp's dims. `relative`: the keys' scales as f16.
+template <int kHeads, int kUnits, bool kIsRotary>
+__device__ __forceinline__ void add_values(float (&out)[8][4], const char* weights, const char* values, const char* relative, int units,
+                                           int lane) {
+    const int row = lane % 16, chunk = lane / 16;
+#pragma unroll
+    for (int unit = 0; unit < kUnits; unit++) {
+        if (unit >= units) break;
         uint32_t p[4], v[4];
-        ldmatrix_x4(p, shared + kWeights + row * kWeightStride + 16 * (2 * step + chunk));
+        ldmatrix_x4(p, weights + lane % kHeads * kWeightStride<kUnits> + 16 * (2 * unit + chunk));
+        if (!kIsRotary) {
+            const uint32_t* scale = reinterpret_cast<const uint32_t*>(relative) + 8 * unit + lane % 4;
+            p[0] = mul_f16x2(p[0], scale[0]), p[2] = mul_f16x2(p[2], scale[4]);
+            if (kHeads == 16) p[1] = mul_f16x2(p[1], scale[0]), p[3] = mul_f16x2(p[3], scale[4]);
+        }
 #pragma unroll
         for (int n = 0; n < 8; n += 2) {
-            ldmatrix_x4_trans(v, values + place(16 * step + row, n + chunk));
-            mma_bf16(out[n], p, {v[0], v[1]});
-            mma_bf16(out[n + 1], p, {v[2], v[3]});
+            ldmatrix_x4_trans(v, values + unit * kUnitBytes + place(row, n + chunk));
+            if (kIsRotary) mma_bf16(out[n], p, {v[0], v[1]}), mma_bf16(out[n + 1], p, {v[2], v[3]});
+            else mma_f16(out[n], p, {v[0], v[1]}), mma_f16(out[n + 1], p, {v[2], v[3]});
         }
     }
     __syncwarp();  // the next tile's values take their place
 }
 
-// fp32 q -> the A operand of the thread's heads g and g + 8 and its 16 dims of each: normed over the head and, in the rotary warp, rotated.
-// `q` is at these dims of head g, behind which there are `heads`; `cos` and `sin` at the token's angles.
-__device__ __forceinline__ void norm_query(uint32_t (&query)[4][4], char* shared, const float* q, int heads, const float* cos,
-                                           const float* sin, float eps, int warp, int lane) {
-    float* squares = reinterpret_cast<float*>(shared + kSquares);
-    float* angles = reinterpret_cast<float*>(shared + kAngles);
-    float v[2][16] = {};  // heads that there are not are zeros
+// fp32 q of heads `warp` and, of 16, warp + 8: the lane's dims 4 lane + 128 i and the next three, and the angles of those with i = 3.
+template <int kHeads> struct Query {
+    float v[kHeads / 8][16], cos[2], sin[2];
+};
+
+// `q`: of the block's first head, of `heads` that there are; heads that there are not are like the last one.
+template <int kHeads>
+__device__ __forceinline__ void load_query(Query<kHeads>& query, const float* q, int heads, const float* cos, const float* sin, int warp,
+                                           int lane) {
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-        if (8 * h < heads)
+    for (int h = 0; h < kHeads / 8; h++)
 #pragma unroll
-            for (int i = 0; i < 16; i += 4) {
-                float four[4];
-                load(four, q + 8 * h * kDim + i);
-#pragma unroll
-                for (int j = 0; j < 4; j++) v[h][i + j] = four[j];
-            }
-    // Two warps fetch the angles for the rotary one, which has no registers left for loads ahead.
-    const float angle = warp == 0 ? cos[lane] : warp == 1 ? sin[lane] : 0.0f;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) sum += v[h][i] * v[h][i];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (lane % 4 == 0) squares[warp * kHeads + lane / 4 + 8 * h] = sum;
-    }
-    if (warp < 2) angles[threadIdx.x] = angle;
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kWarps; w++) sum += squares[w * kHeads + lane / 4 + 8 * h];
-        const float scale = rsqrtf(sum / kDim + eps);
-#pragma unroll
-        for (int i = 0; i < 16; i++) v[h][i] *= scale;
-    }
-    if (warp == kRotaryWarp)
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float c = angles[lane % 4 * 8 + i], s = angles[kRotary / 2 + lane % 4 * 8 + i];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float a = v[h][2 * i], b = v[h][2 * i + 1];
-                v[h][2 * i] = a * c - b * s, v[h][2 * i + 1] = a * s + b * c;
-            }
-        }
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            query[j][h] = pack_bf16(v[h][4 * j], v[h][4 * j + 2]);
-            query[j][2 + h] = pack_bf16(v[h][4 * j + 1], v[h][4 * j + 3]);
-        }
+        for (int i = 0; i < 16; i += 4)
+            load(reinterpret_cast<float(&)[4]>(query.v[h][i]), q + min(warp + 8 * h, heads - 1) * kDim + 4 * lane + 32 * i);
+    query.cos[0] = query.cos[1] = 1.0f, query.sin[0] = query.sin[1] = 0.0f;  // plain dims turn by nothing
+    if (lane >= 16) load(query.cos, cos + 2 * lane - 32), load(query.sin, sin + 2 * lane - 32);
 }
 
+// Leaves q normed, rotated, times kQueryFactor and rounded to bf16 in shared memory (f16 for dims that meet f16, which changes no value
+// above 2^-28), in the order in which fetch_query's A operands have it.
+template <int kHeads> __device__ __forceinline__ void norm_query(char* queries, Query<kHeads>& query, float eps, int warp, int lane) {
+    float sum[kHeads / 8][2] = {};
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+#pragma unroll
+        for (int h = 0; h < kHeads / 8; h++) sum[h][i % 2] += query.v[h][i] * query.v[h][i];
+#pragma unroll
+    for (int h = 0; h < kHeads / 8; h++) sum[h][0] += sum[h][1];
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2)
+#pragma unroll
+        for (int h = 0; h < kHeads / 8; h++) sum[h][0] += __shfl_xor_sync(~0u, sum[h][0], offset);
+    // Of 64 dims, lane 4 t + u (and 16 more: the next 64) has pairs 2 u and 2 u + 1 of score_keys' thread t.
+    const int chunk = lane % 4 ^ warp ^ lane / 16 * 4;
+    char* row = queries + warp * kQueryBytes + lane / 16 * 128 + lane % 16 / 4 * 4;
+#pragma unroll
+    for (int h = 0; h < kHeads / 8; h++) {
+        float(&v)[16] = query.v[h];
+        const float scale = rsqrtf(sum[h][0] / kDim + eps) * kQueryFactor;
+#pragma unroll
+        for (int i = 0; i < 16; i++) v[i] *= scale;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float a = v[12 + 2 * i], b = v[13 + 2 * i];
+            v[12 + 2 * i] = a * query.cos[i] - b * query.sin[i], v[13 + 2 * i] = a * query.sin[i] + b * query.cos[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const uint32_t pair = pack_bf16(v[2 * i], v[2 * i + 1]), same = pack_f16(bf16_lo(pair), bf16_hi(pair));
+            *reinterpret_cast<uint32_t*>(row + 8 * h * kQueryBytes + i / 2 * 256 + ((chunk ^ i % 2 * 4) << 4)) =
+                i >= 6 && lane >= 16 ? pair : same;
+        }
+    }
+}
+
+// The A operands of the block's heads and the warp's dims, for score_keys: of product j, thread t's first pair is chunk u's, where j / 2
+// says which half of the pairs, and u = j % 2 * 2; its second pair chunk u + 1's.
+template <int kHeads> __device__ __forceinline__ void fetch_query(uint32_t (&q)[4][4], const char* queries, int warp, int lane) {
+    const int head = lane % kHeads;  // 8 heads are in both halves of the operand's rows, and what comes of the second is not used
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        ldmatrix_x4(q[j], queries + head * kQueryBytes + warp * 128 +
+                              (((j / 2 * 4 + j % 2 * 2 + lane / 16) ^ head % 8 ^ warp % 2 * 4) << 4));
+}
+
+// kOnce: a split has one tile at most. Its keys are asked for before the position is known, and every split leaves a result. Otherwise
+// splits that see no key leave no more than that.
+template <int kHeads, int kUnits, bool kOnce>
 __global__ void __launch_bounds__(kThreads, 2) attention_split(const float* q, const float* cos, const float* sin, const int64_t* positions,
-                                                               Cache cache, float* partial, float2* stats, int heads, int splits,
-                                                               float eps) {
+                                                               Cache cache, __nv_bfloat16* partial, float2* stats, int heads, float eps) {
+    using At = Layout<kHeads, kUnits>;
     DYN_SMEM(char, shared);
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);  // the same in all lanes, which the compiler cannot know otherwise
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int split = blockIdx.x, token = blockIdx.z, head = blockIdx.y * kHeads + g;
+    const int split = blockIdx.x, splits = gridDim.x, token = blockIdx.z, head = blockIdx.y * kHeads, row = token * heads + head;
+    char* scores = shared + At::kScores + warp * kWarpScores<kHeads>;
+    char *scales = shared + At::kScales + warp * At::kWarpScales, *values = shared + At::kValues + warp * kWarpBytes;
+    int all = units_of(cache.ring) + units_of(cache.entries);
+    Query<kHeads> asked;
+    Tile<kUnits> tile;
+    if (kOnce) plan_tile(tile, cache, split, splits, all, warp, lane);
     grid_dependency_launch();
-    grid_dependency_wait();
-    const Plan plan = plan_for(positions, cache, token, splits);
-    int begin = split * plan.share, left = min(plan.share, plan.count - begin);
-    if (left <= 0) return;
-
-    const int64_t row = int64_t(token) * heads + head;
-    uint32_t query[4][4];
-    float out[8][4];
-    Running running;
-    Tile tile;
-    int steps = 0;  // of 16 keys, of the tile that is scored
-    float4* scores = reinterpret_cast<float4*>(shared + kScores) + warp * (kTile / 8) * kScoreStride;
-    int values = kValues + warp * kValueBytes;
-    for (bool first = true;; first = false) {  // the next tile is on its way while q is normed, or the softmax of the one before made
-        const int next = warp == kRotaryWarp ? 2 * kValues + (2 * kRotaryWarp + 1) * kValueBytes - values : values;  // the other buffer
-        const int next_steps = min((left + 15) / 16, kTile / 16);
-        if (left > 0) load_tile(tile, shared + next, cache, plan, token, begin, left, next_steps, warp, lane);
-        if (first) {
-            norm_query(query, shared, q + row * kDim + warp * kWarpDims + 16 * t, heads - head, cos + token * (kRotary / 2),
-                       sin + token * (kRotary / 2), eps, warp, lane);
-#pragma unroll
-            for (int n = 0; n < 8; n++) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
-            running = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-        } else {
-            __syncthreads();
-            weigh_tile(running, shared, steps, warp, lane);
-            __syncthreads();
-            add_values(out, shared, shared + values, steps, lane);
-            if (left <= 0) break;
+    if (splits) grid_dependency_wait();  // always; without a branch ptxas puts the arithmetic above behind the wait
+    const int position = int(positions[token]);
+    const auto store_stats = [&](float top, float sum) {  // of head `warp` in lane 0, of head warp + 8 in lane 16
+        const int mine = warp + lane / 16 * 8;
+        if (lane % 16 == 0 && mine < kHeads && head + mine < heads) stats[(row + mine) * splits + split] = {top, sum};
+    };
+    if (!kOnce) {
+        if (cache.ratio) all = min(all, units_of(cache.ring) + units_of(int(unsigned(position + 1) / unsigned(cache.ratio))));
+        if (split >= all) {
+            store_stats(-INFINITY, 0.0f);
+            return;
         }
-        values = next, steps = next_steps;
-        if (warp != kRotaryWarp) score_plain_tile(scores, shared + values, tile, query, steps, lane);
-        else score_rotary_tile(scores, shared + values, tile, query, steps, lane);
-        begin += kTile, left -= kTile;
+        plan_tile(tile, cache, split, splits, all, warp, lane);
+    }
+    load_names(tile, cache, token);
+    load_query(asked, q + row * kDim, heads - head, cos + token * (kRotary / 2), sin + token * (kRotary / 2), warp, lane);
+    load_tile(tile, values, warp, lane);
+    norm_query(shared + At::kQueries, asked, eps, warp, lane);
+    Seen<kUnits> seen = see(tile, cache, position);
+    __syncthreads();
+    unsigned exponent = 0;
+    float out[8][4] = {};
+    Running<kHeads> running;
+#pragma unroll
+    for (int h = 0; h < kHeads / 8; h++) running.top[h] = -INFINITY, running.sum[h] = 0.0f;
+    for (int first = split;;) {
+        uint32_t query[4][4];
+        fetch_query<kHeads>(query, shared + At::kQueries, warp, lane);
+        const float grown = keep_scales(scales, tile, seen, exponent, lane);
+        if (warp != kRotaryWarp) score_plain_tile<kHeads>(scores, values, scales, tile, query, seen.units, lane);
+        else score_rotary_tile<kHeads>(scores, values, seen, query, lane);
+        first += kUnits * splits;
+        char* other = values;
+        const bool more = !kOnce && first < all;
+        if (more) {  // on its way while the softmax is made
+            if (warp == kRotaryWarp) other = shared + (2 * kRotaryWarp + 1) * kWarpBytes - (values - shared);  // the other buffer
+            plan_tile(tile, cache, first, splits, all, warp, lane);
+            load_names(tile, cache, token);
+            load_tile(tile, other, warp, lane);
+        }
+        __syncthreads();
+        weigh_tile<kHeads, kUnits, kOnce>(running, shared, seen, warp, lane);
+        __syncthreads();
+        if (!kOnce) {
+            const float* factors = reinterpret_cast<const float*>(shared + At::kFactors) + g;
+            const float factor[2] = {factors[0] * grown, kHeads == 16 ? factors[8] * grown : 0.0f};
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) out[n][i] *= factor[i / 2];
+        }
+        const char* weights = shared + At::kWeights;
+        const char* relative = scales + kRelative<kUnits>;
+        if (warp != kRotaryWarp) add_values<kHeads, kUnits, false>(out, weights, values, relative, seen.units, lane);
+        else add_values<kHeads, kUnits, true>(out, weights + kHeads * kWeightStride<kUnits>, values, relative, seen.units, lane);
+        if (!more) break;
+        values = other, seen = see(tile, cache, position);
     }
 
-    partial += (row * splits + split) * kDim + warp * kWarpDims + 4 * t;
+    const float other_sum = running.sum[kHeads / 8 - 1], other_top = running.top[kHeads / 8 - 1];
+    float sum = (lane < 16 ? running.sum[0] : other_sum) + __shfl_xor_sync(~0u, lane < 16 ? other_sum : running.sum[0], 16);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        if (head + 8 * h < heads)
+    for (int offset = 8; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    store_stats(lane < 16 ? running.top[0] : other_top, sum);
+    const float factor = __uint_as_float(exponent << 23);
+    partial += ((row + g) * splits + split) * kDim + threadIdx.x / 32 * kWarpDims + 4 * t;
+#pragma unroll
+    for (int h = 0; h < kHeads / 8; h++)
+        if (head + g + 8 * h < heads)
 #pragma unroll
             for (int n = 0; n < 8; n += 2)
-                store(partial + int64_t(8 * h) * splits * kDim + 8 * n,
-                      {out[n][2 * h], out[n + 1][2 * h], out[n][2 * h + 1], out[n + 1][2 * h + 1]});
-        float sum = running.sum[h];
-#pragma unroll
-        for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-        const int mine = blockIdx.y * kHeads + warp + 8 * h;
-        if (lane == 0 && mine < heads) stats[(int64_t(token) * heads + mine) * splits + split] = {running.top[h], sum};
-    }
+                store(partial + 8 * h * splits * kDim + 8 * n,
+                      {out[n][2 * h] * factor, out[n][2 * h + 1] * factor, out[n + 1][2 * h] * factor, out[n + 1][2 * h + 1] * factor});
 }
 
-// One block a head: out = (sum_i e_i partial_i) / (sum_i e_i sum_i + e_sink), e = exp(. - the largest), then the inverse RoPE.
-__global__ void __launch_bounds__(kMergeThreads) attention_merge(const float* partial, const float2* stats, const float* sink,
-                                                                 const float* cos, const float* sin, const int64_t* positions, Cache cache,
-                                                                 __nv_bfloat16* out, int heads, int splits) {
-    const int head = blockIdx.x, token = blockIdx.y, lane = threadIdx.x % 32, mine = 4 * threadIdx.x;
-    const int64_t row = int64_t(token) * heads + head;
+// One block a head: out = (sum_i e_i partial_i) / (sum_i e_i sum_i + e_sink), e = exp(. - the largest), then the inverse RoPE. Group k of
+// 64 threads, which have 8 dims each, adds splits k, k + 4, ... up; then a thread has one pair of dims.
+__global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bfloat16* partial, const float2* stats, const float* sink,
+                                                                 const float* cos, const float* sin, __nv_bfloat16* out, int heads,
+                                                                 int splits, int once) {
+    DYN_SMEM(float, sums);  // [kMergeGroups, kDim]
+    const int head = blockIdx.x, token = blockIdx.y, row = token * heads + head, lane = threadIdx.x % 32;
+    const int group = threadIdx.x / (kDim / 8), column = threadIdx.x % (kDim / 8) * 8, pair = 2 * threadIdx.x;
     const float of_sink = sink[head];  // a weight
+    const auto* values = reinterpret_cast<const uint4*>(partial + (row * splits + group) * kDim + column);  // of split `group`
+    const float2* of_splits = stats + row * splits + lane;
     grid_dependency_launch();
     grid_dependency_wait();
-    const Plan plan = plan_for(positions, cache, token, splits);
-    const int active = (plan.count + plan.share - 1) / plan.share;
-    partial += row * splits * kDim + mine;
-    float ahead[kAhead][4];  // on their way while the weights are found
+    float2 of_split[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
+    if (lane < splits) of_split[0] = of_splits[0];
+    if (lane + 32 < splits) of_split[1] = of_splits[32];
+    uint4 eight[kAhead];
+    const auto load_splits = [&](int first, uint64_t there) {
 #pragma unroll
-    for (int i = 0; i < kAhead; i++)
-        if (i < active) load(ahead[i], partial + i * kDim);
-    float c[2] = {}, s[2] = {};
-    const int pair = token * (kRotary / 2) + (mine - kPlain) / 2;
-    if (mine >= kPlain) load(c, cos + pair), load(s, sin + pair);
+        for (int i = 0; i < kAhead; i++) {
+            const int split = first + group + kMergeGroups * i;
+            eight[i] = uint4{0, 0, 0, 0};
+            if (split < splits && there >> split & 1) eight[i] = values[(first + kMergeGroups * i) * (kDim / 8)];
+        }
+    };
+    if (once) load_splits(0, ~0ull);  // on their way while the weights are found; as a branch, or ptxas makes three turns of it
+    float c = 1.0f, s = 0.0f;
+    if (pair >= kPlain) c = cos[token * (kRotary / 2) + (pair - kPlain) / 2], s = sin[token * (kRotary / 2) + (pair - kPlain) / 2];
 
-    float top[2], sum[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const bool is = lane + 32 * h < active;
-        const float2 of_split = is ? stats[row * splits + lane + 32 * h] : float2{-INFINITY, 0.0f};
-        top[h] = of_split.x * kScale, sum[h] = of_split.y;
-    }
-    float largest = fmaxf(top[0], top[1]);
-#pragma unroll
-    for (int offset = 16; offset; offset /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
-    const float weight[2] = {expf(top[0] - largest), expf(top[1] - largest)};
-    float total = weight[0] * sum[0] + weight[1] * sum[1];
+    const float top = warp_max(fmaxf(of_split[0].x, of_split[1].x));
+    const float weight[2] = {exp2f((of_split[0].x - top) * kExp2Scale), exp2f((of_split[1].x - top) * kExp2Scale)};
+    uint64_t there = __ballot_sync(~0u, of_split[0].x != -INFINITY) | uint64_t(__ballot_sync(~0u, of_split[1].x != -INFINITY)) << 32;
+    if (once) there = ~0ull;
+    else load_splits(0, there);
+    float total = weight[0] * of_split[0].y + weight[1] * of_split[1].y;
 #pragma unroll
     for (int offset = 16; offset; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
-    total += expf(of_sink - largest);  // infinity if the sink is so much larger, and then all of the output is 0
-
-    float o[4] = {};
+    total += expf(of_sink - top * kScale);  // infinity if the sink is so much larger, and then all of the output is 0
+    float sum[8] = {};
+    const auto add_splits = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-        if (i >= active) break;
-        const float w = __shfl_sync(~0u, weight[0], i);
+        for (int i = 0; i < kAhead; i++) {
+            const int split = first + group + kMergeGroups * i;
+            const float w = __shfl_sync(~0u, split < 32 ? weight[0] : weight[1], split % 32);
+            const uint32_t words[4] = {eight[i].x, eight[i].y, eight[i].z, eight[i].w};
 #pragma unroll
-        for (int j = 0; j < 4; j++) o[j] += w * ahead[i][j];
-    }
-#pragma unroll 8
-    for (int i = kAhead; i < active; i++) {
-        float four[4];
-        load(four, partial + i * kDim);
-        const float w = __shfl_sync(~0u, i < 32 ? weight[0] : weight[1], i % 32);
-#pragma unroll
-        for (int j = 0; j < 4; j++) o[j] += w * four[j];
-    }
-    const float scale = 1.0f / total;
-#pragma unroll
-    for (int j = 0; j < 4; j++) o[j] *= scale;
-    if (mine >= kPlain)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float a = o[2 * i], b = o[2 * i + 1];
-            o[2 * i] = a * c[i] + b * s[i], o[2 * i + 1] = b * c[i] - a * s[i];
+            for (int j = 0; j < 4; j++) sum[2 * j] += w * bf16_lo(words[j]), sum[2 * j + 1] += w * bf16_hi(words[j]);
         }
-    store(out + row * kDim + mine, o);
+    };
+    add_splits(0);
+    for (int first = kMergeGroups * kAhead; first < splits; first += kMergeGroups * kAhead) load_splits(first, there), add_splits(first);
+    store(sums + group * kDim + column, reinterpret_cast<float(&)[4]>(sum[0]));
+    store(sums + group * kDim + column + 4, reinterpret_cast<float(&)[4]>(sum[4]));
+    __syncthreads();
+    float o[2] = {};
+#pragma unroll
+    for (int k = 0; k < kMergeGroups; k++) {
+        float two[2];
+        load(two, sums + k * kDim + pair);
+        o[0] += two[0], o[1] += two[1];
+    }
+    const float scale = reciprocal(total), a = o[0] * scale, b = o[1] * scale;
+    store(out + row * kDim + pair, {a * c + b * s, b * c - a * s});
 }
 
 // q [tokens, heads, 512], sink [heads], cos and sin [tokens, 32] fp32; positions [tokens]; values [rows, 576] and scales [rows, 8] of the
 // window's `ring` rows and of `entries` entries (ratio 0: none); selected [tokens, top_k] (top_k 0: all entries). Working space: partial
-// [tokens, heads, splits, 512] and stats [tokens, heads, splits, 2], up to 64 splits. out [tokens, heads, 512] bf16. All but positions,
-// scales and selected are 16-byte aligned.
+// [tokens, heads, splits, 512] bf16 and stats [tokens, heads, splits, 2], up to 64 splits. out [tokens, heads, 512] bf16. All but
+// positions, scales and selected are 16-byte aligned. A block has `block_heads` heads and takes `tile` units of 16 keys at a time: 8 and 2,
+// 16 and 2 or 5 if that is all of a split, else 16 and 3.
 extern "C" int attention(const float* q, const float* sink, const float* cos, const float* sin, const int64_t* positions,
                          const uint8_t* window_values, const uint8_t* window_scales, const uint8_t* entry_values,
-                         const uint8_t* entry_scales, const int* selected, float* partial, float* stats, __nv_bfloat16* out, int tokens,
-                         int heads, int ring, int window_size, int entries, int ratio, int top_k, int splits, float eps,
-                         cudaStream_t stream) {
-    if (splits < 1 || splits > kMaxSplits) return cudaErrorInvalidValue;
-    const Cache cache = {window_values, window_scales, entry_values, entry_scales, selected, ring, window_size, entries, ratio, top_k};
+                         const uint8_t* entry_scales, const int* selected, __nv_bfloat16* partial, float* stats, __nv_bfloat16* out,
+                         int tokens, int heads, int ring, int window_size, int entries, int ratio, int top_k, int splits, int block_heads,
+                         int tile, float eps, cudaStream_t stream) {
+    const Cache cache = {window_values, window_scales, entry_values, entry_scales, selected, ring, window_size, top_k ? top_k : entries,
+                         ratio, top_k};
+    const int units = units_of(ring) + units_of(cache.entries), once = tile != 3;
+    if (splits < 1 || splits > kMaxSplits || (once && units > tile * splits)) return cudaErrorInvalidValue;
     float2* pairs = reinterpret_cast<float2*>(stats);
-    LAUNCH(attention_split, dim3(splits, (heads + kHeads - 1) / kHeads, tokens), dim3(kThreads), kSharedBytes, stream, q, cos, sin,
-           positions, cache, partial, pairs, heads, splits, eps);
-    LAUNCH(attention_merge, dim3(heads, tokens), dim3(kMergeThreads), 0, stream, partial, pairs, sink, cos, sin, positions, cache, out,
-           heads, splits);
+    const auto launch = [&](auto kernel, int bytes) {
+        LAUNCH(kernel, dim3(splits, (heads + block_heads - 1) / block_heads, tokens), dim3(kThreads), bytes, stream, q, cos, sin, positions,
+               cache, partial, pairs, heads, eps);
+    };
+    if (block_heads == 8 && tile == 2) launch(attention_split<8, 2, true>, Layout<8, 2>::kBytes);
+    else if (block_heads == 16 && tile == 2) launch(attention_split<16, 2, true>, Layout<16, 2>::kBytes);
+    else if (block_heads == 16 && tile == 5) launch(attention_split<16, 5, true>, Layout<16, 5>::kBytes);
+    else if (block_heads == 16 && tile == 3) launch(attention_split<16, 3, false>, Layout<16, 3>::kBytes);
+    else return cudaErrorInvalidValue;
+    LAUNCH(attention_merge, dim3(heads, tokens), dim3(kMergeThreads), 4 * kMergeGroups * kDim, stream, partial, pairs, sink, cos, sin, out,
+           heads, splits, once);
     return cudaGetLastError();
 }
