@@ -64,15 +64,6 @@ def test_the_same_bits_in_either_order_alone_and_after_another_launch(rng, S, D,
         assert int(arrivals("router", x.device)) == 0
 
 
-def test_a_counter_is_made_once_and_serves_in_and_outside_of_inference_mode(rng):
-    arrivals.cache_clear()
-    x, gate, bias = torch.randn(1, 8, generator=rng).bfloat16(), torch.randn(4, 8, generator=rng), torch.zeros(4)
-    with torch.inference_mode():
-        first = run(x, gate, 2, 1.0, bias=bias)
-    assert all(torch.equal(a, b) for a, b in zip(first, run(x, gate, 2, 1.0, bias=bias), strict=True))
-    assert arrivals("router", x.device) is arrivals("router", torch.device("cpu")) is not arrivals("update_caches", x.device)
-
-
 @pytest.mark.parametrize("S", range(1, 9))
 def test_hash_layers_weigh_by_score_too(rng, S):
     x, gate = torch.randn(S, 64, generator=rng).bfloat16(), torch.randn(8, 64, generator=rng) * 0.3
