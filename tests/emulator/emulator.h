@@ -18,6 +18,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __shared__ the_emulator_has_no_static_shared_memory_use_DYN_SMEM
 
 struct dim3 {

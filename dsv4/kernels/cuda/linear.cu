@@ -112,7 +112,7 @@ __device__ __forceinline__ const Segment& segment_of(const Plan& plan, int tile)
     return plan.segment[i];
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) linear_kernel(const __grid_constant__ Plan plan) {
+__global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan) {
     DYN_SMEM(char, memory);
     const Layout& layout = plan.layout;
     const int warp = warp_index(), lane = threadIdx.x % 32;

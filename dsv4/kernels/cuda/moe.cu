@@ -49,7 +49,8 @@ struct Plan {
 struct List {
     uint64_t ready, scaled;      // mbarriers: the chosen ones are known; their factors are there
     int waited[kWarps];          // of a warp: it is behind grid_dependency_wait(), so `ready` will come
-    int begin[2], end[2];        // the block's items of the shared expert (0) and of the chosen ones (1), which are known with them
+    int begin[2], end[2];        // the block's items of the shared expert (0) and of the chosen ones (1), which are known with their number
+    int at_expert[2], at_tile[2], at_item[2];  // the first one's expert (of the chosen ones), tile and place in it
     int count;                   // distinct chosen experts
     int expert[1 + kMaxChosen];  // its number, which for the shared one is that of experts
     signed char place[1 + kMaxChosen][kMaxTokens];  // of a token's values in hidden; -1 where it did not choose the expert
@@ -81,6 +82,15 @@ struct Stretch {
     int count, format;
 };
 
+// Brings an item's number that is beyond its tile's items to its tile, and to its expert.
+template <bool kDown>
+__device__ __forceinline__ void settle_item(const Plan& plan, const List& list, bool chosen, int items, int& expert, int& tile, int& item) {
+    for (; item >= items; item -= items)
+        if (!kDown || !chosen) tile++;
+        else if (++expert == list.count) expert = 0, tile++;
+    for (; !kDown && chosen && tile >= plan.tiles; expert++) tile -= plan.tiles;
+}
+
 // A warp's items, every kWarps-th of the block's: first the shared expert's, then the chosen ones', which are known after the wait. A stretch
 // is of one expert, in `down` of one tile too.
 template <bool kDown> struct Walk {
@@ -89,22 +99,19 @@ template <bool kDown> struct Walk {
     bool chosen;
     int expert, tile, item, left;  // the next item's; expert: of the chosen ones; left: items of the block from there on
 
-    // From the warp's first item of the shared expert.
-    __device__ __forceinline__ void start(const Plan& of, List& known) {
-        plan = &of, list = &known;
-        const int first = list->begin[0] + warp_index(), items = plan->shared.items;
-        chosen = false, expert = 0, tile = first / items, item = first - tile * items, left = list->end[0] - first;
+    // From the warp's first item of the shared expert (0) or of the chosen ones (1), who takes its turn where the shared one's items ended.
+    __device__ __forceinline__ void start(int part) {
+        const int turn = (warp_index() - part * (list->end[0] - list->begin[0])) & (kWarps - 1);
+        chosen = part == 1, expert = list->at_expert[part], tile = list->at_tile[part], item = list->at_item[part] + turn;
+        left = list->end[part] - list->begin[part] - turn;
+        settle_item<kDown>(*plan, *list, chosen, chosen ? plan->routed.items : plan->shared.items, expert, tile, item);
     }
 
-    // From its first one of the chosen experts, who takes its turn where the shared one's items ended. False before the wait.
+    // The same for the chosen ones, once they are known. False before the wait.
     __device__ __forceinline__ bool start_chosen() {
-        const int warp = warp_index(), items = plan->routed.items;
-        if (!list->waited[warp]) return false;
+        if (!list->waited[warp_index()]) return false;
         mbarrier_wait(&list->ready, 0);
-        const int first = list->begin[1] + ((warp - (list->end[0] - list->begin[0])) & (kWarps - 1));
-        const int outer = (kDown ? list->count : plan->tiles) * items, at = first % outer;
-        (kDown ? tile : expert) = first / outer, (kDown ? expert : tile) = at / items;
-        chosen = true, item = at % items, left = list->end[1] - first;
+        start(1);
         return true;
     }
 
@@ -117,14 +124,11 @@ template <bool kDown> struct Walk {
         const int tiles = kDown && chosen ? 1 : plan->tiles - tile;  // of the stretch
         to.count = (min(tiles * matrix.items - item, left) + kWarps - 1) / kWarps;
         left -= to.count * kWarps, item += to.count * kWarps;
-        if (kDown && chosen) {
-            for (; item >= matrix.items; item -= matrix.items)
-                if (++expert == list->count) expert = 0, tile++;
-        } else {
+        if (!kDown || !chosen) {
             const int more = item / matrix.items;
             tile += more, item -= more * matrix.items;
-            for (; chosen && tile >= plan->tiles; expert++) tile -= plan->tiles;
         }
+        settle_item<kDown>(*plan, *list, chosen, matrix.items, expert, tile, item);
         return true;
     }
 
@@ -171,11 +175,7 @@ template <bool kDown> struct Source {
         for (int i = 0; i < 4; i++)  // up: rows 0-7 are w1's, rows 8-15 w3's
             total.even[i] = fmaf(factors[kDown ? 2 : i / 2], sum.total(i), kDown ? total.even[i] : 0.0f);
         if (!kDown) layout.keep(pieces, unit() - first, total);
-        for (; item >= items; item -= items) {
-            if (!chosen) tile++;
-            else if (kDown && ++expert == list.count) expert = 0, tile++;
-            else if (!kDown && ++tile == plan.tiles) tile = 0, expert++;
-        }
+        settle_item<kDown>(plan, list, chosen, items, expert, tile, item);
         if (kDown) find_row();
     }
     __device__ __forceinline__ void finish() {
@@ -183,8 +183,18 @@ template <bool kDown> struct Source {
     }
 };
 
-// By one warp: the list. An expert that a token has twice counts once, with both weights. A lane has two choices; what it must know of the
-// others comes by shuffles, as every latency here is one behind the wait.
+// By one warp: the block's items of `count` chosen experts.
+template <bool kDown> __device__ __forceinline__ void deal(const Plan& plan, List& list, int count) {
+    const int lane = threadIdx.x % 32, items = plan.routed.items, outer = (kDown ? count : plan.tiles) * items;
+    const int bound = routed_begin<kDown>(plan, blockIdx.x + lane % 2, count), end = __shfl_sync(~0u, bound, 1);
+    if (lane) return;
+    const int first = bound / outer, rest = bound - first * outer, second = rest / items;
+    list.count = count, list.begin[1] = bound, list.end[1] = end;
+    list.at_expert[1] = kDown ? second : first, list.at_tile[1] = kDown ? first : second, list.at_item[1] = rest - second * items;
+}
+
+// By one warp: the list, but for the block's items where they are dealt already. An expert that a token has twice counts once, with both
+// weights. A lane has two choices; what it must know of the others comes by shuffles, as every latency here is one behind the wait.
 template <bool kDown> __device__ __forceinline__ void make_list(const Plan& plan, List& list) {
     constexpr int kNone = 0x7fffffff;
     const int lane = threadIdx.x % 32, choices = plan.tokens * plan.top_k;
@@ -194,6 +204,19 @@ template <bool kDown> __device__ __forceinline__ void make_list(const Plan& plan
     for (int h = 0; h < 2; h++) {
         const int i = 32 * h + lane;
         id[h] = i < choices ? plan.chosen[i] : kNone, weight[h] = i < choices ? plan.weights[i] : 0.0f;
+    }
+    if (plan.tokens == 1) {  // nearly always: each expert once
+        int before = 0;
+        bool twice = false;
+        for (int j = 0; j < choices; j++) {
+            const int other = __shfl_sync(~0u, id[0], j);
+            before += other < id[0], twice |= other == id[0] && j < lane && lane < choices;
+        }
+        if (!__any_sync(~0u, twice)) {
+            const int expert = 1 + before;
+            if (lane < choices) list.expert[expert] = id[0], list.place[expert][0] = 1 + lane, list.weight[expert][0] = weight[0];
+            return;
+        }
     }
     const bool many = choices > 32;
     // The first of equal ones leads.
@@ -232,8 +255,9 @@ template <bool kDown> __device__ __forceinline__ void make_list(const Plan& plan
         if (first) list.place[expert[h]][token] = 1 + i - from, list.weight[expert[h]][token] = sum;
         if (i < choices && leader[h] != kNone) list.expert[expert[h]] = id[h];
     }
-    const int bound = routed_begin<kDown>(plan, blockIdx.x + lane % 2, count), end = __shfl_sync(~0u, bound, 1);
-    if (lane == 0) list.count = count, list.begin[1] = bound, list.end[1] = end;
+    const bool fewer = count != list.count;
+    __syncwarp();
+    if (fewer) deal<kDown>(plan, list, count);
 }
 
 template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) moe_kernel(const __grid_constant__ Plan plan) {
@@ -242,16 +266,19 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
     const int warp = warp_index(), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         list.begin[0] = shared_begin<kDown>(plan, blockIdx.x), list.end[0] = shared_begin<kDown>(plan, blockIdx.x + 1);
-        list.expert[0] = plan.experts;
+        list.at_expert[0] = 0, list.at_tile[0] = list.begin[0] / plan.shared.items;
+        list.at_item[0] = list.begin[0] - list.at_tile[0] * plan.shared.items, list.expert[0] = plan.experts;
         mbarrier_init(&list.ready, 1), mbarrier_init(&list.scaled, 1);
     }
     if (lane == 0) list.waited[warp] = 0;
     __syncthreads();
     Walk<kDown> walk;
-    walk.start(plan, list);
+    walk.plan = &plan, walk.list = &list;
+    walk.start(0);
     Stream<Walk<kDown>, Stretch> stream(plan.ring, memory + kRingAt);
     stream.begin(walk);
     grid_dependency_launch();
+    if (warp == 0) deal<kDown>(plan, list, min(plan.tokens * plan.top_k, plan.experts));  // if no expert is chosen twice
     if (threadIdx.x < kMaxTokens) list.place[0][threadIdx.x] = 0, list.weight[0][threadIdx.x] = 1.0f;
     __syncthreads();
     grid_dependency_wait();
@@ -305,7 +332,8 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         const Layout& layout = chosen ? plan.rest : plan.first;
         char* const pieces = memory + (chosen ? plan.rest_at : plan.first_at);
         const int of_tile = chosen ? (kDown ? list.count : 1) * plan.routed.items : plan.shared.items;
-        const int first = list.begin[chosen] / of_tile + max(round, 0) * plan.at_once;  // the round's first tile
+        const int first_unit = list.at_tile[chosen] + (kDown || !chosen ? 0 : list.at_expert[1] * plan.tiles);
+        const int first = first_unit + max(round, 0) * plan.at_once;  // the round's first tile
 
         // This warp's items; a piece for each tile among them.
         const Matrix& matrix = chosen ? plan.routed : plan.shared;
@@ -348,8 +376,8 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
 
 static int aligned(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// Deals tiles to `plan.blocks` blocks. Whether their sums fit a block's shared memory, at least one chosen expert's tile at a time.
-template <bool kDown> static bool deal(Plan& plan) {
+// Plans for `plan.blocks` blocks. Whether their sums fit a block's shared memory, at least one chosen expert's tile at a time.
+template <bool kDown> static bool fits(Plan& plan) {
     // Costs of tiles in units of such size that their sum, times a block's number, fits 31 bits.
     const int chosen = min(plan.tokens * plan.top_k, plan.experts), tiles = (plan.tiles + plan.blocks - 1) / plan.blocks;
     int64_t shared_cost = plan.shared.items * item_bytes(plan.shared.format);
@@ -375,7 +403,7 @@ template <bool kDown> static bool deal(Plan& plan) {
 // Starts `blocks` blocks, or fewer where there are fewer tiles, or more where a block's tiles would be too many for its memory.
 template <bool kDown> static cudaError_t launch(Plan plan, int blocks, cudaStream_t stream) {
     plan.blocks = min(blocks, plan.tiles);
-    while (!deal<kDown>(plan)) plan.blocks++;  // one tile a block always fits
+    while (!fits<kDown>(plan)) plan.blocks++;  // one tile a block always fits
     LAUNCH(moe_kernel<kDown>, dim3(plan.blocks), dim3(kThreads), plan.rest_at + plan.rest.bytes(), stream, plan);
     return cudaGetLastError();
 }
