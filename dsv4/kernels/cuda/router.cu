@@ -191,13 +191,12 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __nv_bfloat16* x
         load_row(high, gate + base + 8 * columns, left_high - base);
         load_x(inputs, x + base, left_x - base);
     }
-    // A row of the table comes from memory while the blocks arrive. ids and table are checked where they are made; whatever they hold, no
+    // The row of the table comes from memory while the blocks arrive. ids and table are checked where they are made; whatever they hold, no
     // address leaves the arrays.
-    int mine = 0;  // lane j: the j-th expert of the warp's token
+    int64_t given = 0;
     if (choice.table && warp < tokens && lane < choice.top_k) {
         const int64_t id = choice.ids[warp], inside = id < 0 ? 0 : id < choice.vocab ? id : choice.vocab - 1;
-        const int64_t expert = choice.table[inside * choice.top_k + lane];
-        mine = expert < 0 ? 0 : expert < experts ? int(expert) : experts - 1;
+        given = choice.table[inside * choice.top_k + lane];
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) shared->sums[warp][g + i / 2 * 8][lane % 4 * 2 + i % 2] = (c[0][i] + c[1][i]) + (c[2][i] + c[3][i]);
@@ -231,7 +230,8 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __nv_bfloat16* x
     __syncthreads();
     if (warp >= tokens) return;
     Ranking& ranking = shared->tokens[warp];
-    if (!choice.table) mine = choose(ranking, choice.top_k);
+    // Lane j: the j-th expert.
+    const int mine = !choice.table ? choose(ranking, choice.top_k) : given < 0 ? 0 : given < experts ? int(given) : experts - 1;
     const float picked = lane < choice.top_k ? ranking.scores[mine] : 0.0f;
     float total = 0.0f;
 #pragma unroll
