@@ -47,7 +47,7 @@ struct Plan {
 
 // What a block does. The list of experts: the shared one, then, known after the wait, the distinct chosen ones in ascending order.
 struct List {
-    uint64_t ready, scaled;      // mbarriers: the chosen ones are known; their factors are there
+    uint64_t ready, scaled;      // mbarriers: the chosen ones are known; their factors are there, as the shared one's are from the start
     int waited[kWarps];          // of a warp: it is behind grid_dependency_wait(), so `ready` will come
     int begin[2], end[2];        // the block's items of the shared expert (0) and of the chosen ones (1), which are known with their number
     int at_expert[2], at_tile[2], at_item[2];  // the first one's expert (of the chosen ones), tile and place in it
@@ -165,7 +165,6 @@ template <bool kDown> struct Source {
         return item >= items || left_items <= 0;
     }
     __device__ __forceinline__ void done(const Sum& sum) {
-        mbarrier_wait(&list.scaled, 0);
         const float* factors = list.factors + 3 * place();
         if (kDown && tile != kept) {
             if (kept >= 0) layout.keep(pieces, kept - first, total);
@@ -264,6 +263,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
     DYN_SMEM(char, memory);
     List& list = *reinterpret_cast<List*>(memory);
     const int warp = warp_index(), lane = threadIdx.x % 32;
+    const float of_shared = threadIdx.x < 3 ? plan.factors[3 * plan.experts + threadIdx.x] : 0.0f;
     if (threadIdx.x == 0) {
         list.begin[0] = shared_begin<kDown>(plan, blockIdx.x), list.end[0] = shared_begin<kDown>(plan, blockIdx.x + 1);
         list.at_expert[0] = 0, list.at_tile[0] = list.begin[0] / plan.shared.items;
@@ -280,6 +280,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
     grid_dependency_launch();
     if (warp == 0) deal<kDown>(plan, list, min(plan.tokens * plan.top_k, plan.experts));  // if no expert is chosen twice
     if (threadIdx.x < kMaxTokens) list.place[0][threadIdx.x] = 0, list.weight[0][threadIdx.x] = 1.0f;
+    if (threadIdx.x < 3) list.factors[threadIdx.x] = of_shared;
     __syncthreads();
     grid_dependency_wait();
     if (lane == 0) list.waited[warp] = 1;
@@ -288,7 +289,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         make_list<kDown>(plan, list);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&list.ready);
-        for (int i = lane; i < 3 * (1 + list.count); i += 32) list.factors[i] = plan.factors[3 * list.expert[i / 3] + i % 3];
+        for (int i = 3 + lane; i < 3 * (1 + list.count); i += 32) list.factors[i] = plan.factors[3 * list.expert[i / 3] + i % 3];
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&list.scaled);
     }
@@ -328,7 +329,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
 
     for (int round = -1;; round++) {  // of the shared expert; of the chosen ones' tiles in `up`, as many as there are pieces for
         const bool chosen = round >= 0;
-        if (round == 0) walk.start_chosen();
+        if (round == 0) walk.start_chosen(), mbarrier_wait(&list.scaled, 0);
         const Layout& layout = chosen ? plan.rest : plan.first;
         char* const pieces = memory + (chosen ? plan.rest_at : plan.first_at);
         const int of_tile = chosen ? (kDown ? list.count : 1) * plan.routed.items : plan.shared.items;
