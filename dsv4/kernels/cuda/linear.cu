@@ -8,8 +8,10 @@
 // blocks, so 2 for some, 18 % above the mean: 5 of 33 us. Clusters of blocks that add up in each other's shared memory were tried instead:
 // on an H200 they cost 2 us (2 blocks) to 12 (4 blocks, of which 66 clusters do not fit at once).
 //
-// Reads every weight once: bytes / 4.5 TB/s + 1.8 us. Instructions a lane and item: 475 (FP4), 233 (FP8), 24 (bf16), and about 40 around
-// them; an SM can issue 1,100 in the time that its share of the memory takes for an item. x is read through L1 for every tile.
+// Reads every weight once. Measured on an H200: bytes / 4.6 TB/s + 3.5 us, of which 1 us is the end of a block (its pieces, and code that
+// is in no cache yet) and 1 the start of the next; 4.2 us with nothing to read. Instructions a lane and item: 470 (FP4), 230 (FP8), 24
+// (bf16), and about 75 around them. x is read through L1 for every tile. At most 112 registers, so that the blocks of a small kernel behind
+// this one find room beside two of these.
 #include <cstring>
 
 #include "stream.cuh"
@@ -134,7 +136,8 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
     for (; first < tiles_end; first += layout.pieces) {
         for (Stretch s; walk.next(s, first + layout.pieces);) {
             const int wide = item_columns(s.format);
-            Source source{layout, memory, x_token + s.group * plan.columns, s.count, s.item, s.tile_items, wide, plan.columns, s.tile - first};
+            const __nv_bfloat16* row = x_token + s.group * plan.columns;
+            Source source{layout, memory, row, s.count, s.item, s.tile_items, wide, plan.columns, s.tile - first};
             stream.multiply(s.format, plan.columns % wide == 0, source);
         }
         __syncthreads();
@@ -184,8 +187,8 @@ extern "C" int linear(const void* x, const void* weights, const int64_t* table, 
     }
     plan.part = int64_t(plan.segment[segments].out) * tokens;
     for (int i = 0; i <= blocks; i++) plan.first_item[i] = first_item[i];
-    // Three slots where items are small, L1 need hold little of x, and pieces for all tiles fit beside them; else two, and pieces for as many
-    // tiles as there is room for.
+    // Three slots where items are small, L1 need hold little of x, and pieces for all tiles fit beside them; else two, and pieces for as
+    // many tiles as there is room for.
     plan.layout = {3, (item + 127) / 128 * 128, tiles, tokens};
     if (item > item_bytes(kFp8) || int64_t(tokens) * columns > 16384 || plan.layout.bytes() > kSharedBytes) plan.layout.depth = 2;
     while (plan.layout.bytes() > kSharedBytes && plan.layout.pieces > 1) plan.layout.pieces--;

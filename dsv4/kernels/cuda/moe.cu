@@ -5,10 +5,10 @@
 //   down   w2 of each expert with its own row of hidden. Its sums are left in parts, which the reader adds in their order and rounds once:
 //          those of the shared expert, then those of the chosen experts by ascending number.
 //
-// up: a block has whole tiles, a part of the shared expert's and of those of all distinct chosen experts, such that their bytes together are
-// even (10 of Pro's tiles a block; half a tile is 4 %). down: a block has a contiguous part of the shared expert's items, tile by tile, and
-// one of the chosen experts', by tile and then by expert. A tile may be two blocks', then each leaves a part, as in linear.cu: 448 tiles
-// (Pro) are 1.7 a block, where whole ones would be 2 for some, 18 % above the mean. Four parts then, else two.
+// up: a block has whole tiles, a part of the shared expert's and of those of all distinct chosen experts, such that their bytes together
+// are even (10 of Pro's tiles a block; half a tile is 4 %). down: a block has a contiguous part of the shared expert's items, tile by tile,
+// and one of the chosen experts', by tile and then by expert. A tile may be two blocks', then each leaves a part, as in linear.cu: 448
+// tiles (Pro) are 1.7 a block, where whole ones would be 2 for some, 18 % above the mean. Four parts then, else two.
 //
 // Every weight of a distinct expert is read once, whatever number of tokens chose it: the tokens are the 8 columns of operand B, in `down`
 // with zeros for tokens that did not choose. The shared expert does not depend on the choice: its items come first in every warp and fill
@@ -65,13 +65,14 @@ template <bool kDown> __device__ __forceinline__ int shared_begin(const Plan& pl
     return kDown ? plan.tiles * plan.shared.items * index / plan.blocks : plan.tiles * index / plan.blocks * plan.shared.items;
 }
 
-// The first of its items of the `count` chosen experts. up: such that with the shared ones the cost is even; where the shared ones alone may
-// be more than an even part, the tiles are dealt evenly. Both are ascending.
+// The first of its items of the `count` chosen experts. up: such that with the shared ones the cost is even; where the shared ones alone
+// may be more than an even part, the tiles are dealt evenly. Both are ascending.
 template <bool kDown> __device__ __forceinline__ int routed_begin(const Plan& plan, int index, int count) {
     const int tiles = count * plan.tiles, all = tiles * plan.routed_cost + plan.tiles * plan.shared_cost;
     if (kDown) return int(int64_t(tiles) * plan.routed.items * index / plan.blocks);
-    if (all / plan.blocks < (plan.tiles + plan.blocks - 1) / plan.blocks * plan.shared_cost) return tiles * index / plan.blocks * plan.routed.items;
-    return (all * index / plan.blocks - plan.tiles * index / plan.blocks * plan.shared_cost) / plan.routed_cost * plan.routed.items;
+    int first = (all * index / plan.blocks - plan.tiles * index / plan.blocks * plan.shared_cost) / plan.routed_cost;
+    if (all / plan.blocks < (plan.tiles + plan.blocks - 1) / plan.blocks * plan.shared_cost) first = tiles * index / plan.blocks;
+    return first * plan.routed.items;
 }
 
 // The row of hidden that is 0, for tokens that did not choose an expert.
@@ -91,8 +92,8 @@ __device__ __forceinline__ void settle_item(const Plan& plan, const List& list, 
     for (; !kDown && chosen && tile >= plan.tiles; expert++) tile -= plan.tiles;
 }
 
-// A warp's items, every kWarps-th of the block's: first the shared expert's, then the chosen ones', which are known after the wait. A stretch
-// is of one expert, in `down` of one tile too.
+// A warp's items, every kWarps-th of the block's: first the shared expert's, then the chosen ones', which are known after the wait. A
+// stretch is of one expert, in `down` of one tile too.
 template <bool kDown> struct Walk {
     const Plan* plan;
     List* list;
@@ -310,8 +311,8 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         const float value = gate / (1.0f + expf(-gate)) * up * list.weight[expert][token];
         static_cast<__nv_bfloat16*>(plan.out)[(int64_t(token) * (1 + plan.top_k) + place) * plan.rows + row] = __float2bfloat16_rn(value);
     };
-    // down: the sums of the block's items [begin, end) to `part`, or to the next one where a tile's first item is another block's. `before`:
-    // how many items the block has before these.
+    // down: the sums of the block's items [begin, end) to `part`, or to the next one where a tile's first item is another block's.
+    // `before`: how many items the block has before these.
     const auto leave = [&](const Layout& layout, char* pieces, int begin, int end, int of_tile, int before, int part) {
         const int64_t next = int64_t(plan.tokens) * plan.rows;
         const int of_row = threadIdx.x % kRows, first = begin / of_tile;
@@ -339,8 +340,8 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         // This warp's items; a piece for each tile among them.
         const Matrix& matrix = chosen ? plan.routed : plan.shared;
         const int wide = item_columns(matrix.format);
-        Source<kDown> source{plan, list, layout, pieces, chosen, token, walk.expert, walk.tile, walk.item, walk.left, matrix.items, wide, first,
-                             first + plan.at_once, nullptr, -1, Sum()};
+        Source<kDown> source{plan, list, layout, pieces, chosen, token, walk.expert, walk.tile, walk.item, walk.left, matrix.items, wide,
+                             first, first + plan.at_once, nullptr, -1, Sum()};
         source.find_row();
         stream.multiply(matrix.format, plan.columns % wide == 0, source);
         source.finish();
@@ -386,8 +387,8 @@ template <bool kDown> static bool fits(Plan& plan) {
     while ((chosen * routed_cost + shared_cost) * plan.tiles * plan.blocks >> 31)
         shared_cost = (shared_cost + 1) / 2, routed_cost = (routed_cost + 1) / 2;
     plan.shared_cost = int(shared_cost), plan.routed_cost = int(routed_cost);
-    // The pieces of each warp: of all tiles of a block (in `down` of one more, as it need not begin with a tile's first item), or of as many
-    // as there is memory for.
+    // The pieces of each warp: of all tiles of a block (in `down` of one more, as it need not begin with a tile's first item), or of as
+    // many as there is memory for.
     const int item = max(item_bytes(plan.shared.format), item_bytes(plan.routed.format));
     plan.ring = {2, (item + 127) / 128 * 128, 0, plan.tokens};
     plan.first = {0, 0, tiles + kDown, plan.tokens};

@@ -15,18 +15,18 @@
 //   kMxfp4   the same with a power of two for 32 columns; factor is 1 unless a scale is above 2.
 // Words of codes are re-coded by packing.py, which inverts expand_e2m1 and expand_e4m3: 8 operations for 8 e2m1, 4 for 4 e4m3.
 //
-// A block is 8 warps; two blocks fit an SM. A block's work is a sequence of items in memory's order, and warp w has items w, w + 8, w + 16, ..
-// of it: what the block reads at a time lies together (with a contiguous part a warp, an H200 took 8 to 15 % longer). A warp streams its
-// items through a ring of its own in shared memory (bulk copies, an mbarrier a slot, no barrier with other warps). Of each tile that it has
-// items of it leaves the 16 rows x tokens as a "piece" in shared memory; after a __syncthreads the pieces of a tile are added in the order
-// of the warps. So the result depends on shapes and partition alone, never on time. Where a block's tiles are more than there is memory for
-// pieces, they are added in rounds; for one token there is one round, and no warp waits for another before the end.
+// A block is 8 warps; two blocks fit an SM. A block's work is a sequence of items in memory's order, and warp w has items w, w + 8, w +
+// 16, .. of it: what the block reads at a time lies together (with a contiguous part a warp, an H200 took up to 15 % longer). A warp
+// streams its items through a ring of its own in shared memory (bulk copies, an mbarrier a slot, no barrier with other warps). Of each tile
+// that it has items of it leaves the 16 rows x tokens as a "piece" in shared memory; after a __syncthreads the pieces of a tile are added
+// in the order of the warps. So the result depends on shapes and partition alone, never on time. Where a block's tiles are more than there
+// is memory for pieces, they are added in rounds; for one token there is one round, and no warp waits for another before the end.
 //
 // A kernel (linear.cu is the model) has:
 //   struct Stretch                  a warp's items that follow each other in memory, kWarps apart: at least `const char* items; int count,
 //                                   format;`, and what the kernel needs to find x and to know the tile
-//   struct Walk { next(Stretch&) }  one warp's stretches in order; false for ever after the last. Copyable: one copy runs ahead to issue the
-//                                   copies, so it may read only what no earlier kernel writes (or the kernel waits before Stream::begin)
+//   struct Walk { next(Stretch&) }  one warp's stretches in order; false for ever after the last. Copyable: one copy runs ahead to issue
+//                                   the copies, so it may read only what no earlier kernel writes (or knows that the wait is over)
 //   Layout                          the block's shared memory, the same on host and device
 //   Source                          what the items are to the products: Stream::multiply()
 //   Stream<Walk, Stretch>           begin(), then multiply() for all items, in the walk's order
@@ -79,8 +79,9 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 
 // ------------------------------------------------------------------------------------------------------------------- products
 
-// A lane's part of x for one item: vectors of 8 consecutive columns, `kVectors` for an item. The first 8 are loaded before the item itself is
-// waited for, as x comes from L2 where L1 cannot hold it (16,384 columns: a third of the time was this wait), the others as they are used up.
+// A lane's part of x for one item: vectors of 8 consecutive columns, `kVectors` for an item. The first 8 are loaded before the item itself
+// is waited for, as x comes from L2 where L1 cannot hold it (16,384 columns: a third of a warp's time was this wait), the others as they
+// are used up.
 template <int kFormat, bool kWhole> struct Operand {
     static constexpr int kVectors = kFormat == kBf16 ? 4 : kFormat == kFp8 ? 8 : 16, kHeld = kVectors < 8 ? kVectors : 8;
     const __nv_bfloat16* x;  // this lane's token, at the lane's first column of the item (lane_columns); 16-byte aligned
@@ -130,8 +131,8 @@ private:
         }
     }
 
-    // 16 bytes of row g, then of row g + 8, are 16 columns in four words. The scales are those of rows 0 to 7 and 8 to 15, for the first 128
-    // columns and for the others.
+    // 16 bytes of row g, then of row g + 8, are 16 columns in four words. The scales are those of rows 0 to 7 and 8 to 15, for the first
+    // 128 columns and for the others.
     template <class X> __device__ __forceinline__ void add_fp8(const char* mine, X& x) {
         const uint4 bits = load_16(mine + kCodes - 16 * (threadIdx.x % 32));
 #pragma unroll
@@ -221,8 +222,8 @@ struct Layout {
         if (token + 1 < tokens) to[kRows] = sum.total(1), to[kRows + 8] = sum.total(3);
     }
 
-    // Element token * kRows + row of a tile: the sum of the pieces of the warps that had one of its items, which are `first` .. `end` - 1 in the
-    // sequence that was dealt; in the order of the warps, after a barrier of the block.
+    // Element token * kRows + row of a tile: the sum of the pieces of the warps that had one of its items, which are `first` .. `end` - 1
+    // in the sequence that was dealt; in the order of the warps, after a barrier of the block.
     __device__ __forceinline__ float piece_sum(char* memory, int index, int element, int first, int end) const {
         float total = 0.0f;
 #pragma unroll
@@ -260,15 +261,16 @@ public:
         resume();
     }
 
-    // Fills the slots that begin() found no item for: a walk may end, for a time, before grid_dependency_wait(). Before the first multiply().
+    // Fills the slots that begin() found no item for: a walk may end, for a time, before grid_dependency_wait(). Before the first
+    // multiply().
     __device__ __forceinline__ void resume() {
 #pragma unroll 1
         for (; filled_ < depth_ && (left_ || refill()); filled_++) issue(slot_ + filled_ * slot_bytes_, full_ + filled_);
     }
 
-    // The products of the next items with x, all of one format. Source tells what the items are: more(), whether there is another one; x() and
-    // left(), this lane's token from the item's first column on and how many columns it has from there; next(), to the warp's next item,
-    // returns whether the sum is complete, which then goes to done(sum). whole: no item is beyond the columns' end.
+    // The products of the next items with x, all of one format. Source tells what the items are: more(), whether there is another one; x()
+    // and left(), this lane's token from the item's first column on and how many columns it has from there; next(), to the warp's next
+    // item, returns whether the sum is complete, which then goes to done(sum). whole: no item reaches beyond the columns' end.
     template <class Source> __device__ __forceinline__ void multiply(int format, bool whole, Source& source) {
         if (format == kBf16) whole ? run<kBf16, true>(source) : run<kBf16, false>(source);
         else if (format == kFp8) whole ? run<kFp8, true>(source) : run<kFp8, false>(source);
