@@ -122,8 +122,9 @@ def test_1000_steps_leave_memory_flat_and_time_within_3_percent(model):
         seen.add(tuple(tokens))
         return statistics.median(times)
 
-    start()  # captures
-    timed_steps(decoder, 1000)
+    for _ in range(2):  # captures; and a prompt beside the graph's memory, for which torch takes another 2 MiB once
+        start()
+        timed_steps(decoder, 1000)
     memory = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(7):
         before = start()
