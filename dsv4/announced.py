@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -24,11 +23,11 @@ from .checkpoint import (
 )
 from .config import ModelConfig
 from .errors import CheckpointError
+from .exports import ALWAYS_F32
 from .formats import MXFP4_BLOCK, NVFP4_BLOCK
 
 INDEX = "*.safetensors.index.json"
 MISSING = "what is missing to plan are the shards, whose headers tell the sizes"
-_FLOAT32 = re.compile(r"(hc_\w+_(fn|base|scale)|attn_sink|ape|gate\.bias)$")  # F32 in every export; the rest of what is no linear is BF16
 
 
 class Disk(NamedTuple):
@@ -84,7 +83,7 @@ class Announced:
         count, (module, _, suffix) = math.prod(need.shape), need.name.rpartition(".")
         if not need.linear:
             self._refuse_unless(suffix in self._suffixes.get(module, ()), need.name)
-            kind, size = ("I64", 8) if suffix == "tid2eid" else ("F32", 4) if _FLOAT32.search(need.name) else self._plain_size
+            kind, size = ("I64", 8) if suffix == "tid2eid" else ("F32", 4) if ALWAYS_F32.search(need.name) else self._plain_size
             return Stored("plain", kind, size * count)
         found = self._suffixes.get(need.name, set()) - SKIPPED_SUFFIXES
         self._refuse_unless({"weight", "weight_packed"} & found, need.name)

@@ -29,16 +29,16 @@ sys.path.insert(0, str(ROOT))
 from dsv4 import ops, runtime  # noqa: E402
 from dsv4.config import PRESETS, ModelConfig  # noqa: E402
 from dsv4.errors import UserError  # noqa: E402
+from dsv4.exports import FORMATS  # noqa: E402
 from dsv4.layers import Numerics  # noqa: E402
 from dsv4.layers.mhc import Streams  # noqa: E402
 from dsv4.layers.step import Step  # noqa: E402
 from dsv4.model import Model  # noqa: E402
 from dsv4.plan import DevicePlan, Plan  # noqa: E402
 from dsv4.sampler import Sampler, Sampling  # noqa: E402
+from dsv4.synthetic import SyntheticCheckpoint  # noqa: E402
 from helpers import replayed, timing  # noqa: E402
-from helpers.make_checkpoint import FORMATS  # noqa: E402
 from helpers.replayed import Recorded, bf16_products, cold, recording, storages  # noqa: E402
-from helpers.synthetic import SyntheticCheckpoint  # noqa: E402
 from helpers.timing import Call, graph_of, kernels_of, launches, measured, shares_of_kernels  # noqa: E402
 from single_shot_inference import OneLineParser, whole  # noqa: E402
 

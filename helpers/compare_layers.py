@@ -38,6 +38,7 @@ from dsv4.cache import LayerCache  # noqa: E402
 from dsv4.checkpoint import Checkpoint  # noqa: E402
 from dsv4.config import PRESETS, ModelConfig  # noqa: E402
 from dsv4.errors import UserError  # noqa: E402
+from dsv4.exports import FORMATS  # noqa: E402
 from dsv4.layers import Binder, Numerics  # noqa: E402
 from dsv4.layers.mhc import Head, Streams  # noqa: E402
 from dsv4.layers.step import Rope, Step  # noqa: E402
@@ -45,9 +46,8 @@ from dsv4.model import Block  # noqa: E402
 from dsv4.ops import backend  # noqa: E402
 from dsv4.ops.attention import visible_entries  # noqa: E402
 from dsv4.ops.quant import fp4_round_trip, fp8_round_trip  # noqa: E402
+from dsv4.synthetic import SyntheticCheckpoint  # noqa: E402
 from helpers.bench_decode import check_format, check_outputs, number, pyplot  # noqa: E402
-from helpers.make_checkpoint import FORMATS  # noqa: E402
-from helpers.synthetic import SyntheticCheckpoint  # noqa: E402
 from single_shot_inference import BUNDLED, OneLineParser, layer_range, token_ids, whole  # noqa: E402
 
 CHUNK = kernels.MAX_TOKENS

@@ -14,14 +14,13 @@ leaves no folder that looks whole.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,7 +30,9 @@ if __name__ == "__main__":  # a script's own folder is on the path, the project'
 
 from dsv4.checkpoint import LAYER_ALIASES, TOP_ALIASES, Need, human_bytes, needs_of_layer, needs_outside_layers
 from dsv4.config import PRESETS, ModelConfig
+from dsv4.drawing import draw_tensor, generator_of
 from dsv4.errors import CheckpointError
+from dsv4.exports import FORMATS, Format, kind_of, plain_dtype, to_tensors
 from dsv4.formats import (
     Weight,
     from_reciprocal,
@@ -43,37 +44,7 @@ from dsv4.formats import (
     quantize_nvfp4,
 )
 from dsv4.shards import NewShard, write_shard
-from helpers.drawing import draw_linear, draw_tensor, generator_of
-
-
-@dataclass(frozen=True)
-class Format:
-    """How an export stores each kind of linear: "nvfp4" (ModelOpt), "nvfp4-ct" (compressed-tensors), "mxfp4", "fp8" or "plain"."""
-
-    routed: str = "plain"
-    shared: str = "plain"
-    attention: str = "plain"  # wq_a, wq_b, wkv, wo_a, wo_b and the indexer's wq_b
-    mtp_routed: str = "plain"
-    fp8_scale: tuple[str, str] = ("scale", "E8M0")  # name and dtype (E8M0, F32, BF16) of an FP8 linear's scale
-    plain: torch.dtype = torch.bfloat16
-    names: str = "native"
-
-
-FORMATS = {
-    "nvidia": Format("nvfp4", "fp8", "fp8", "mxfp4"),
-    "official": Format("mxfp4", "fp8", "fp8", "mxfp4"),
-    "compressed-tensors": Format("nvfp4-ct", "plain", "fp8", fp8_scale=("weight_scale_inv", "F32")),
-    "all-nvfp4": Format("nvfp4", "nvfp4", "nvfp4", "nvfp4"),
-    "base-fp8": Format("fp8", "fp8", "fp8", "fp8", fp8_scale=("scale", "F32")),
-    "bf16": Format(),
-    "f32": Format(plain=torch.float32),
-    "transformers": Format(plain=torch.float32, names="transformers"),
-    "hybrid": Format(plain=torch.float32, names="hybrid"),
-}
-# F32 in every export, whatever the rest is (DeepSeek's table): small, and the router and mHC need the precision.
-_ALWAYS_F32 = re.compile(r"(hc_\w+_(fn|base|scale)|attn_sink|ape|gate\.bias)$")
-_QUANTIZED_ATTENTION = re.compile(r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)$|mtp\.0\.[eh]_proj$")
-
+from dsv4.synthetic import draw, stored_as
 
 # ------------------------------------------------------------------------------------------------------------ weights
 
@@ -103,20 +74,6 @@ def random_weights(config: ModelConfig, seed: int = 0, mtp: bool = False) -> dic
 
 
 # ------------------------------------------------------------------------------------------------------------- encode
-
-
-def kind_of(fmt: Format, name: str) -> str:
-    """How a linear of this native name is stored: one of Format's kinds."""
-    if ".ffn.experts." in name:
-        return fmt.mtp_routed if name.startswith("mtp.") else fmt.routed
-    if ".shared_experts." in name:
-        return fmt.shared
-    return fmt.attention if _QUANTIZED_ATTENTION.search(name) else "plain"
-
-
-def plain_dtype(fmt: Format, name: str) -> torch.dtype:
-    """The dtype of what is not quantised."""
-    return torch.int64 if name.endswith("tid2eid") else torch.float32 if _ALWAYS_F32.search(name) else fmt.plain
 
 
 def _plain(fmt, name, tensor):
@@ -169,44 +126,6 @@ def _bf16_scales(w, quantized):
     rows = scale.repeat_interleave(quantized.block[0], 0)[:w.shape[0]]
     full = rows.repeat_interleave(quantized.block[1], 1)[:, :w.shape[1]]
     return replace(quantized, payload=(w / full).clamp(-448, 448).to(torch.float8_e4m3fn), scale=scale)
-
-
-def to_tensors(name: str, weight: Weight, fmt: Format) -> dict[str, torch.Tensor]:
-    """The tensors under which a linear is stored, by key, in the spelling of its export."""
-    if weight.kind == "plain":
-        return {f"{name}.weight": weight.payload}
-    if weight.kind == "mxfp4":
-        return {f"{name}.weight": weight.payload.view(torch.int8), f"{name}.scale": weight.scale.view(torch.float8_e8m0fnu)}
-    if weight.kind == "fp8":
-        suffix, dtype = fmt.fp8_scale
-        scale = weight.scale.view(torch.float8_e8m0fnu) if dtype == "E8M0" else weight.scale
-        return {f"{name}.weight": weight.payload, f"{name}.{suffix}": scale.to(torch.bfloat16) if dtype == "BF16" else scale}
-    if weight.divisor is not None:
-        return {f"{name}.weight_packed": weight.payload, f"{name}.weight_scale": weight.scale,
-                f"{name}.weight_global_scale": torch.tensor([weight.divisor], dtype=torch.float32),
-                f"{name}.input_global_scale": torch.ones(1)}
-    return {f"{name}.weight": weight.payload, f"{name}.weight_scale": weight.scale,
-            f"{name}.weight_scale_2": torch.tensor(weight.global_scale, dtype=torch.float32), f"{name}.input_scale": torch.tensor(1.0)}
-
-
-def draw(need: Need, config: ModelConfig, fmt: Format, generator: torch.Generator | None, device: torch.device | str = "cpu") -> Weight:
-    """A linear of random codes as `fmt` stores it (drawing.py)."""
-    return draw_linear(need.name, need.shape, kind_of(fmt, need.name), plain_dtype(fmt, need.name), generator, device,
-                       config.weight_block_size, fmt.fp8_scale[1] != "E8M0")
-
-
-def stored_as(need: Need, config: ModelConfig, fmt: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """{what follows the name in a key: (dtype, shape)} of a linear's or tensor's parts in a file."""
-    plain = plain_dtype(fmt, need.name)
-    if not need.linear:
-        return {"": (plain, need.shape)}
-    return _stored_as(need.shape, kind_of(fmt, need.name), plain, fmt, config.weight_block_size)
-
-
-@functools.cache
-def _stored_as(shape, kind, plain, fmt, block):
-    weight = draw_linear("", shape, kind, plain, None, "meta", block, fmt.fp8_scale[1] != "E8M0")
-    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in to_tensors("", weight, fmt).items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- names

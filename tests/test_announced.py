@@ -11,7 +11,8 @@ from dsv4.announced import Announced, open_for_plan
 from dsv4.checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
 from dsv4.config import PRESETS
 from dsv4.errors import CheckpointError
-from helpers.make_checkpoint import FORMATS, random_weights, write_checkpoint
+from dsv4.exports import FORMATS
+from helpers.make_checkpoint import random_weights, write_checkpoint
 from tests.checkpoints import MINI, layout_bytes, published_layout, save_sparse
 
 INDEX = "model.safetensors.index.json"

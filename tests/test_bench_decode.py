@@ -10,11 +10,11 @@ import torch
 from dsv4 import ops, runtime
 from dsv4.config import PRESETS
 from dsv4.errors import UserError
+from dsv4.exports import FORMATS
 from dsv4.kernels import launch, linear
+from dsv4.synthetic import SyntheticCheckpoint
 from helpers import bench_decode, replayed, timing
-from helpers.make_checkpoint import FORMATS
 from helpers.replayed import cold, recording, storage, storages
-from helpers.synthetic import SyntheticCheckpoint
 
 
 @pytest.mark.parametrize("preset,format,layer,context,megabytes", [

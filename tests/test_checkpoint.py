@@ -13,8 +13,9 @@ import torch
 
 from dsv4.checkpoint import Checkpoint, native_name
 from dsv4.errors import CheckpointError
+from dsv4.exports import FORMATS, Format
 from dsv4.formats import Weight
-from helpers.make_checkpoint import FORMATS, Format, random_weights, write_checkpoint
+from helpers.make_checkpoint import random_weights, write_checkpoint
 from tests.checkpoints import MINI, edit, layout_bytes, published_layout, raw_load, raw_save
 
 

@@ -17,12 +17,13 @@ import torch
 from dsv4 import loader, shards
 from dsv4.checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
 from dsv4.errors import CheckpointError, DoesNotFit
+from dsv4.exports import FORMATS
 from dsv4.formats import Weight
 from dsv4.layers import Numerics
 from dsv4.loader import Part, load
 from dsv4.model import Model
 from dsv4.plan import DevicePlan, Plan
-from helpers.make_checkpoint import FORMATS, random_weights, write_checkpoint, write_true_size
+from helpers.make_checkpoint import random_weights, write_checkpoint, write_true_size
 from tests.checkpoints import MINI, edit
 
 CPU, CPU_0 = torch.device("cpu"), torch.device("cpu", 0)  # two devices to a loader, one to torch

@@ -18,14 +18,15 @@ from dsv4 import shards
 from dsv4.checkpoint import Checkpoint, needs_of_layer
 from dsv4.config import PRESETS, ModelConfig
 from dsv4.errors import CheckpointError
+from dsv4.exports import FORMATS
 from dsv4.formats import Weight
 from dsv4.layers import Numerics
 from dsv4.model import Model
 from dsv4.plan import DevicePlan, Plan
 from dsv4.shards import NewShard
+from dsv4.synthetic import SyntheticCheckpoint
 from helpers import make_checkpoint
 from helpers.make_checkpoint import (
-    FORMATS,
     TRUE_SIZE_FORMATS,
     encode,
     listing,
@@ -34,7 +35,6 @@ from helpers.make_checkpoint import (
     write_checkpoint,
     write_true_size,
 )
-from helpers.synthetic import SyntheticCheckpoint
 from tests.checkpoints import BYTES, MINI, layout_bytes, published_layout, raw_load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,8 +27,8 @@ from dsv4.machines import CONTEXT, KNOWN, assumed, reserved
 from dsv4.model import Model
 from dsv4.ops import backend
 from dsv4.plan import DevicePlan, Planner, Room, Wish, kept_bytes, kernel_scratch, make_plan, sizes_of, split
+from dsv4.synthetic import SyntheticCheckpoint
 from helpers.make_checkpoint import write_true_size
-from helpers.synthetic import SyntheticCheckpoint
 from tests.checkpoints import BYTES, elements, published_layout
 from tests.memory_checkpoint import CPU, random_checkpoint
 

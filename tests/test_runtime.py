@@ -12,7 +12,7 @@ from dsv4 import ops, runtime
 from dsv4.config import PRESETS
 from dsv4.errors import UserError
 from dsv4.machines import assumed
-from helpers.synthetic import SyntheticCheckpoint
+from dsv4.synthetic import SyntheticCheckpoint
 
 
 @pytest.fixture

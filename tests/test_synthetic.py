@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dsv4.config import PRESETS
+from dsv4.exports import FORMATS
 from dsv4.layers import Numerics
 from dsv4.model import Model
 from dsv4.plan import make_plan
-from helpers.make_checkpoint import FORMATS
-from helpers.synthetic import SyntheticCheckpoint
+from dsv4.synthetic import SyntheticCheckpoint
 
 CPU = torch.device("cpu")
 SIMPLE = ("nvidia", "official", "all-nvfp4", "bf16")

@@ -1,4 +1,4 @@
-"""How random weights are drawn: the one place, for checkpoints that are written (make_checkpoint.py) and those that are only made
+"""How random weights are drawn: the one place, for checkpoints that are written (helpers/make_checkpoint.py) and those that are only made
 (synthetic.py). Quantised linears are drawn as codes and scales, which is as fast as memory and needs no fp32 copy.
 
 Nothing is left at a neutral value that would hide a mistake: norms are 1 + 0.1 N(0,1), sinks, hc base and scale N(0, 0.5), the router's
@@ -13,7 +13,7 @@ import zlib
 
 import torch
 
-from dsv4.formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight, e8m0_to_float, from_reciprocal
+from .formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight, e8m0_to_float, from_reciprocal
 
 _E2M1_RMS = math.sqrt((0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)  # of uniform codes
 _E4M3_FIRST, _E4M3_COUNT = 0x50, 32  # E4M3 magnitudes from 8 to 120: four exponents
@@ -45,7 +45,7 @@ def draw_tensor(name: str, shape: tuple[int, ...], experts: int, dtype: torch.dt
 
 def draw_linear(name: str, shape: tuple[int, int], kind: str, plain: torch.dtype, generator: torch.Generator | None,
                 device: torch.device | str = "cpu", block: tuple[int, int] = (128, 128), float_scales: bool = False) -> Weight:
-    """A linear as `kind` stores it (make_checkpoint.Format's kinds); `plain` is the dtype of one that is not quantised, `block` and
+    """A linear as `kind` stores it (exports.Format's kinds); `plain` is the dtype of one that is not quantised, `block` and
     `float_scales` (fp32 instead of E8M0) are an FP8 one's."""
     rows, columns = shape
     if kind == "plain":
