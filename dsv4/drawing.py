@@ -9,12 +9,14 @@ draw depends on its generator alone; on the "meta" device, without one, only sha
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 
 import torch
 
 from .formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight, e8m0_to_float, from_reciprocal
 
+CHUNK = 1 << 22  # normal numbers drawn at once, in fp32
 _E2M1_RMS = math.sqrt((0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)  # of uniform codes
 _E4M3_FIRST, _E4M3_COUNT = 0x50, 32  # E4M3 magnitudes from 8 to 120: four exponents
 _E4M3_RMS = math.sqrt(sum(((8 + i % 8) * 2.0 ** (i // 8)) ** 2 for i in range(_E4M3_COUNT)) / _E4M3_COUNT)
@@ -60,15 +62,19 @@ def draw_linear(name: str, shape: tuple[int, int], kind: str, plain: torch.dtype
         scale = _codes(rows, columns // MXFP4_BLOCK, 1, 127 + round(math.log2(size / 2.5**0.5)), generator, device)
         return Weight("mxfp4", shape, payload, scale, block=(1, MXFP4_BLOCK))
     codes = _codes(rows, columns // NVFP4_BLOCK, 7, 0x34, generator, device)  # e4m3 0.75 to 1.375
-    size = torch.tensor(size / _NVFP4_SCALE_RMS).item()  # an fp32 value
+    size = _fp32(size / _NVFP4_SCALE_RMS)
     weight = Weight("nvfp4", shape, payload, codes.view(torch.float8_e4m3fn), size, block=(1, NVFP4_BLOCK))
-    return weight if kind == "nvfp4" else from_reciprocal(weight, torch.tensor(1.0 / weight.global_scale).item())
+    return weight if kind == "nvfp4" else from_reciprocal(weight, _fp32(1.0 / weight.global_scale))
+
+
+def _fp32(value):
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def _normal(shape, std, dtype, generator, device, mean=0.0):
     """N(mean, std), drawn a chunk of rows at a time, so that fp32 copies stay small beside a result of another dtype."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    step = max(1, (1 << 22) * shape[0] // max(1, out.numel()))
+    step = max(1, CHUNK * shape[0] // max(1, out.numel()))
     for part in out.split(step):
         part.copy_(torch.randn(part.shape, generator=generator, device=device).mul_(std).add_(mean))
     return out

@@ -6,6 +6,9 @@ the calling thread), and AHEAD bytes are read before it asks for them, whichever
 there as a whole. A CPU's bytes are read to where they stay. A GPU's go through two pinned buffers a reading thread, a piece each, and are
 copied on a stream of their own. Routed experts are read by number, each (or as many small ones as make up a piece) as the ranges that it is
 on disk, and their tensors are views; anything else is read by itself, so that keeping a norm does not keep a layer.
+
+Weights that are drawn (synthetic.py) take no reading threads: each is drawn on its device by the thread that binds it, when it is asked
+for, and nothing ahead of that.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from .checkpoint import Checkpoint, Layout, Need, human_bytes
 from .errors import DoesNotFit
 from .formats import Weight
 from .shards import TORCH_DTYPES, Entry, Run, read_range, runs_of, tensor_of
+from .synthetic import SyntheticCheckpoint
 
 PIECE = 32 << 20  # bytes that a thread reads at once
 GAP = 4096  # bytes between two experts' tensors that are read along: activation scales, which nothing here uses
@@ -58,7 +62,8 @@ def load(checkpoint: object, parts: list[Part], on_progress: Progress | None = N
 
     `on_progress(bytes read since the last call, part, device)` is called in the calling thread, after every piece, when a part is bound,
     and every TICK seconds with 0 bytes; the counts of a part sum to its nbytes. What it raises, and what a signal handler raises, ends the
-    loading: all threads are gone when `load` returns or raises. A checkpoint that is no `Checkpoint` (none of files) is bound as it is.
+    loading: all threads are gone when `load` returns or raises. A checkpoint that is no `Checkpoint` (none of files) is asked for each
+    tensor; a synthetic one draws it on the part's device.
 
     Raises CheckpointError for a shard that fails or changes while it is read, DoesNotFit for a device without enough memory.
     """
@@ -77,6 +82,25 @@ class Source:
 
     def weight(self, name: str) -> Weight:
         return self._checkpoint.weight(name, self._take)
+
+
+class _Asked:
+    """A part's tensors from a checkpoint without files, each made when it is asked for; `before()` and `after(bytes)` surround that."""
+
+    def __init__(self, checkpoint: object, before: Callable[[], None], after: Callable[[int], None]):
+        self.config, self.kind, self._checkpoint, self._before, self._after = checkpoint.config, checkpoint.kind, checkpoint, before, after
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._ask(self._checkpoint.tensor, name)
+
+    def weight(self, name: str) -> Weight:
+        return self._ask(self._checkpoint.weight, name)
+
+    def _ask(self, make, name):
+        self._before()
+        value = make(name)
+        self._after(value.nbytes)
+        return value
 
 
 class _Stopped(Exception):
@@ -260,8 +284,11 @@ class _Loading:
 
     def _source(self, lane, number):
         if not self.threads:
-            lane.readings.append(_Reading(lane.parts[number], lane, {}, 0))
-            return self.checkpoint
+            reading = _Reading(lane.parts[number], lane, {}, lane.parts[number].nbytes)
+            lane.readings.append(reading)
+            made = self.checkpoint
+            made = made.on(lane.device) if isinstance(made, SyntheticCheckpoint) else made
+            return _Asked(made, self._look_up, lambda size: self._count_made(reading, size))
         self._read_ahead(lane, number)
         return Source(self.checkpoint, lambda entry: self._take(lane, number, entry))
 
@@ -347,6 +374,11 @@ class _Loading:
             raise _Stopped
         if self.alone:
             self._deliver()
+
+    def _count_made(self, reading, size):
+        with self.changed:
+            reading.read += size
+            self._tell(reading, min(reading.read, reading.total))  # a tensor may be asked for twice
 
     def _tell(self, reading, told):
         if told > reading.told:

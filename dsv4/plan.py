@@ -18,6 +18,7 @@ from . import loader, ops
 from .cache import layer_cache_bytes
 from .checkpoint import Checkpoint, Need, Stored, needs_of_layer, needs_outside_layers
 from .config import ModelConfig
+from .drawing import CHUNK
 from .errors import DoesNotFit
 from .kernels.packing import ROWS, packed_shape
 from .machines import GIB, reserved
@@ -80,7 +81,8 @@ class Plan:
 class Wish:
     """What is to be run. `logit_rows` rows of logits are made at once and `dump_rows` kept on the host; `caches` of the whole context are
     held. `expand`: quantised weights are kept dequantised (fp32, the same values, faster on the definitions) when that takes at most half
-    of what is free. `auto`: on the fewest of the devices that suffice; `per_device`: so many layers on each."""
+    of what is free. `auto`: on the fewest of the devices that suffice; `per_device`: so many layers on each. `drawn`: the weights are made
+    on the devices and not read."""
 
     layers: range
     context: int
@@ -92,6 +94,7 @@ class Wish:
     expand: bool = True
     auto: bool = False
     per_device: tuple[int, ...] | None = None
+    drawn: bool = False
 
 
 class Room(NamedTuple):
@@ -111,9 +114,10 @@ class Instead(NamedTuple):
 
 
 def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: range, context: int, chunk: int, dtype: torch.dtype,
-              free_bytes: Callable[[torch.device], int], auto: bool = False, logit_rows: int = 1, expand: bool = True) -> Plan:
+              free_bytes: Callable[[torch.device], int], auto: bool = False, logit_rows: int = 1, expand: bool = True,
+              drawn: bool = False) -> Plan:
     """The plan of a Wish. Raises DoesNotFit with the device, the bytes needed, the bytes free and what would fit."""
-    wish = Wish(layers, context, chunk, dtype, logit_rows, expand=expand, auto=auto)
+    wish = Wish(layers, context, chunk, dtype, logit_rows, expand=expand, auto=auto, drawn=drawn)
     return Planner(checkpoint, [Room(d, free_bytes(d)) for d in devices], wish).fitting()
 
 
@@ -213,11 +217,11 @@ class Planner:
             parts = [sizes.first] * (i == 0) + [sizes.layers[n] for n in layers] + [sizes.last] * last
             weights, peak = 0, 0
             steps = [step for part in parts for step in part.steps]
-            unread = sum(step.read for step in steps)
+            unread, ahead = (0, 0) if wish.drawn else (sum(step.read for step in steps), loader.AHEAD)
             for step in steps:  # as loader.py does: AHEAD bytes on their way, a unit being bound and the one before it not yet let go
-                unread -= step.read
+                unread = max(0, unread - step.read)
                 weights += step.kept
-                peak = max(peak, weights + min(loader.AHEAD + 2 * step.unit, step.passing + unread) + step.loading)
+                peak = max(peak, weights + min(ahead + 2 * step.unit, step.passing + unread) + step.loading)
             scratch = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
             graphs = sum(trial[n] for n in layers) + self._step(room.device, wish, 1, form) if self.packs else 0
             out.append(DevicePlan(room.device, tuple(layers), weights, sum(caches[n] for n in layers), scratch, room.free, graphs,
@@ -235,7 +239,7 @@ class Planner:
 
     def _sizes_of(self, form):
         if form not in self._sizes:
-            self._sizes[form] = sizes_of(self.checkpoint, self.wish.layers, form, self.rooms[0].device)
+            self._sizes[form] = sizes_of(self.checkpoint, self.wish.layers, form, self.rooms[0].device, self.wish.drawn)
         return self._sizes[form]
 
     def _cache_bytes(self, wish) -> dict[int, int]:
@@ -249,12 +253,12 @@ class Planner:
         return out
 
     def _host(self, shares, wish, keep):
-        """Beside the GPUs: the process, the readers' pinned buffers, a weight's fp32 copy, and the rows of logits that are kept."""
+        """Beside the GPUs: the process, the readers' pinned buffers, if any, a weight's fp32 copy, and the rows of logits that are kept."""
         if shares[0].device.type == "cpu":
             return shares[0].needed
         sizes = self._sizes_of("fp32" if keep else "packed" if self.packs else "stored")
-        return (HOST + 2 * loader.PIECE * loader.MAX_READERS + 4 * sizes.largest_matrix * keep
-                + 4 * wish.dump_rows * self.checkpoint.config.vocab_size)
+        buffers = 0 if wish.drawn else 2 * loader.PIECE * loader.MAX_READERS
+        return HOST + buffers + 4 * sizes.largest_matrix * keep + 4 * wish.dump_rows * self.checkpoint.config.vocab_size
 
 
 HOST = 2 << 30  # Python, torch and CUDA's host side, and the tables of 285,660 headers (Pro); not measured with a GPU yet
@@ -335,8 +339,8 @@ class Sizes(NamedTuple):
     largest_matrix: int
 
 
-def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.device) -> Sizes:
-    """`form` of linears: "fp32" (dequantised copies), "stored" (as on disk) or "packed" (as the kernels stream them)."""
+def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.device, drawn: bool = False) -> Sizes:
+    """`form` of linears: "fp32" (dequantised copies), "stored" (as on disk) or "packed" (as the kernels stream them). `drawn`: see Wish."""
     config, matrices = checkpoint.config, [0]
 
     def part(needs: list[Need], factors: int = 0) -> Part:
@@ -350,10 +354,14 @@ def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.dev
         sizes = [stored.nbytes for _, stored in described]
         passing = [stored.nbytes for need, stored in described if not _stays(need, stored, form)] or [0]
         loading = loading_bytes(described, form, device)
+        if drawn:  # in fp32 first
+            normal = [math.prod(need.shape) for need, stored in described if stored.kind == "plain" and stored.dtype != "I64"]
+            loading = max(loading, 4 * min(CHUNK, max(normal, default=0)))
         if not routed:
             return Binding(kept, sum(sizes), max(passing), max(sizes), loading)
         expert = sum(sizes) // config.n_routed_experts
-        unit = min(sum(sizes), -(-loader.PIECE // expert) * expert) if expert else 0  # as many as make up a piece
+        together = 1 if drawn else -(-loader.PIECE // max(1, expert))  # as many as make up a piece
+        unit = min(sum(sizes), together * expert)
         return Binding(kept + factors, sum(sizes), sum(passing), unit, loading)
 
     embed, *head = needs_outside_layers(config)

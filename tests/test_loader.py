@@ -23,6 +23,7 @@ from dsv4.layers import Numerics
 from dsv4.loader import Part, load
 from dsv4.model import Model
 from dsv4.plan import DevicePlan, Plan
+from dsv4.synthetic import SyntheticCheckpoint
 from helpers.make_checkpoint import random_weights, write_checkpoint, write_true_size
 from tests.checkpoints import MINI, edit
 
@@ -297,14 +298,64 @@ def test_progress_counts_every_part_in_the_calling_thread(checkpoint, monkeypatc
     assert threads == {threading.main_thread()} and max(map(len, told.values())) > 5
 
 
-def test_a_checkpoint_that_is_no_files_is_told_when_it_is_bound():
-    class Made:
-        config = MINI
+def drawn_parts(made, devices):
+    return [replace(part, nbytes=sum(map(made.bytes_of, part.needs))) for part in parts_of(made, devices)]
 
-    told, made = [], Made()
-    parts = [Part(name, CPU, [], 7, lambda source: source) for name in ("a", "b")]
-    assert load(made, parts, lambda *event: told.append(event)) == {"a": made, "b": made}
-    assert [event for event in told if event[0]] == [(7, "a", CPU), (7, "b", CPU)]
+
+@pytest.mark.parametrize("devices", [(CPU,), (CPU, CPU_0)])
+def test_weights_that_are_drawn_are_so_on_their_device_when_they_are_asked_for(devices, monkeypatch):
+    """Told tensor by tensor, and the same ones wherever they are; on several devices at the same time."""
+    made, told, drawn = SyntheticCheckpoint(MINI, "nvidia", "meta"), [], []
+    barrier, draw = threading.Barrier(len(devices), timeout=20), SyntheticCheckpoint.weight
+
+    def weight(self, name):
+        if not drawn.count(self.device):
+            barrier.wait()
+        drawn.append(self.device)
+        return draw(self, name)
+
+    monkeypatch.setattr(SyntheticCheckpoint, "weight", weight)
+    parts = drawn_parts(made, devices)
+    got = load(made, parts, lambda *event: told.append(event))
+    assert set(drawn) == set(devices) and made.device.type == "meta"
+    monkeypatch.setattr(SyntheticCheckpoint, "weight", draw)
+    assert_loaded(made.on(CPU), got, parts)
+    for part in parts:
+        counts = [count for count, name, device in told if name == part.name and device == part.device and count]
+        assert sum(counts) == part.nbytes and len(counts) > 5
+
+
+def test_drawing_ends_between_two_tensors(monkeypatch):
+    """Ctrl-C and the like: at true size a layer takes a CPU some seconds."""
+    made, asked = SyntheticCheckpoint(MINI, "nvidia", "meta"), []
+    draw = SyntheticCheckpoint.weight
+    monkeypatch.setattr(SyntheticCheckpoint, "weight", lambda self, name: (asked.append(name), draw(self, name))[1])
+
+    def stop(count, part, device):
+        if len(asked) == 3:
+            raise Enough
+
+    with pytest.raises(Enough):
+        load(made, drawn_parts(made, (CPU,)), stop)
+    assert len(asked) == 3
+
+
+def test_a_checkpoint_of_another_kind_is_asked_for_each_tensor():
+    class Held:
+        config, kind = MINI, "plain"
+
+        def tensor(self, name):
+            return torch.ones(4, dtype=torch.uint8)
+
+        def weight(self, name):
+            return Weight.plain(torch.ones(1, 2, dtype=torch.uint8))
+
+    told = []
+    bind = (lambda source: [source.tensor("x"), source.weight("y").payload, source.tensor("x")], lambda source: source.kind)
+    parts = [Part(name, CPU, [], 7, bind[i]) for i, name in enumerate("ab")]
+    made = load(Held(), parts, lambda *event: told.append(event))
+    assert made["b"] == "plain" and [len(t.view(-1)) for t in made["a"]] == [4, 2, 4]
+    assert [event for event in told if event[0]] == [(4, "a", CPU), (2, "a", CPU), (1, "a", CPU), (7, "b", CPU)]
 
 
 class Enough(Exception):

@@ -138,11 +138,11 @@ def held(thing, seen=None):
     return sum(seen.values())
 
 
-def loaded(checkpoint, context=64, keep=False):
+def loaded(checkpoint, context=64, keep=False, drawn=False):
     """A model on the CPU and its plan, on the backend that is selected."""
     layers = range(checkpoint.config.num_hidden_layers)
     plan = make_plan(checkpoint, [CPU], layers=layers, context=context, chunk=8, dtype=torch.bfloat16, free_bytes=lambda d: 10**12,
-                     expand=keep)
+                     expand=keep, drawn=drawn)
     return Model(checkpoint, plan, Numerics(dtype=torch.bfloat16, keep_dequantised=keep)), plan
 
 
@@ -255,6 +255,38 @@ def test_a_layers_experts_are_not_there_twice(which, keep, tmp_path, monkeypatch
     host = 2 * 8 * 3 * 96 + 1024  # a layer's global scales with what lies between them; the kernels' tables
     assert seen.peak - host <= share.weights + share.loading <= 1.1 * seen.peak, (seen.peak, share)
     assert share.loading <= 6 * expert + 4 * (1 << 20) < checkpoint.nbytes("layers.1.ffn.experts.") / 2
+
+
+@pytest.mark.parametrize("format", ["nvidia", "official", "compressed-tensors"])
+@pytest.mark.parametrize("which,keep", CASES)
+def test_the_peak_of_weights_that_are_drawn_is_the_plans(which, keep, format):
+    """Nothing is read ahead: beside what stays there is the expert that is being packed, and no second one."""
+    config = replace(PRESETS["tiny"], num_hidden_layers=2, compress_ratios=(0, 4), n_routed_experts=32, moe_intermediate_size=1024)
+    checkpoint = SyntheticCheckpoint(config, format, CPU)
+    ops.select_backend(which)
+    with Peak() as seen:
+        _, plan = loaded(checkpoint, keep=keep, drawn=True)
+    (share,) = plan.devices
+    assert seen.peak <= share.weights + share.loading <= 1.1 * seen.peak, (seen.peak, share)
+
+
+@pytest.mark.parametrize("format", ["nvidia", "official"])
+def test_drawn_weights_have_one_expert_unpacked(format, monkeypatch):
+    config = replace(PRESETS["tiny"], num_hidden_layers=1, compress_ratios=(0,))
+    checkpoint, live, most, draw = SyntheticCheckpoint(config, format, CPU), set(), [0], SyntheticCheckpoint.weight
+
+    def weight(self, name):
+        made = draw(self, name)
+        if ".experts." in name:
+            live.add(name)
+            weakref.finalize(made.payload, live.discard, name)
+            most[0] = max(most[0], len(live))
+        return made
+
+    monkeypatch.setattr(SyntheticCheckpoint, "weight", weight)
+    ops.select_backend("cuda")
+    loaded(checkpoint, drawn=True)
+    assert most == [3] and not live  # w1, w2 and w3
 
 
 def expected_weights(config, nvfp4, packed):
@@ -509,6 +541,7 @@ def test_host_memory_is_the_process_the_readers_buffers_and_the_rows_that_are_ke
     buffers = 512 << 20  # two of 32 MB for each of at most 8 reading threads
     assert planner(checkpoint, 10**13).plan.host == 2 * GIB + buffers
     assert planner(checkpoint, 10**13, dump_rows=100).plan.host == 2 * GIB + buffers + 4 * 100 * 129280
+    assert planner(checkpoint, 10**13, drawn=True).plan.host == 2 * GIB
     kept = planner(checkpoint, 10**13, expand=True).plan
     assert kept.keep_dequantised and kept.host == 2 * GIB + buffers + 4 * 129280 * 4096
     cpu = plan(checkpoint, [CPU], 10**13)

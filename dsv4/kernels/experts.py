@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,7 +60,9 @@ def pack_experts(routed: Sequence, shared) -> PackedExperts:
 def _pack(experts, inner, columns, device, factors):
     """(w1 with w3, w2, the two formats) of experts of one format; fills their rows of `factors`."""
     shapes, kinds = ((inner, columns), (columns, inner), (inner, columns)), None
-    for i, expert in enumerate(experts):
+    numbers = itertools.count()
+    for expert in experts:  # without enumerate, which holds an expert until the next one is there
+        i = next(numbers)
         found = tuple(w.kind for w in expert), tuple(tuple(w.shape) for w in expert)
         if kinds is None and found[0][0] == found[0][2]:
             kinds = found[0]
@@ -70,6 +73,7 @@ def _pack(experts, inner, columns, device, factors):
                             f"found w1, w2, w3 of {', '.join(found[0])} and {', '.join(str(list(s)) for s in found[1])} in expert {i}")
         _, (factors[i, 0], factors[i, 1]) = pack_pair(expert.w1, expert.w3, up[i])
         _, factors[i, 2] = pack_matrix(expert.w2, down[i])
+        del expert
     return up, down, (FORMATS[kinds[0]], FORMATS[kinds[1]])
 
 

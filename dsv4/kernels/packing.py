@@ -159,9 +159,9 @@ class _Packer:
         if not 0 < self.factor < float("inf"):
             raise UserError(f"packing: expected an NVFP4 global scale above 0 and below 2^108, found {self.weight.global_scale}")
         bits = self.weight.scale.view(torch.uint8)
-        low, high = torch.aminmax(bits) if bits.numel() else (torch.tensor(1), torch.tensor(1))
-        self.live_only = int(low) == 0 or int(high) > 127  # some scale is zero or negative
-        if int(high) >= 127 and bool(((bits & 127) == 127).any()):
+        low, high = _extremes(bits) if bits.numel() else (1, 1)
+        self.live_only = low == 0 or high > 127  # some scale is zero or negative
+        if high >= 127 and bool(((bits & 127) == 127).any()):
             raise UserError("packing: expected NVFP4 scales that are numbers, found NaN")
 
     def _nvfp4(self, words, scales):
@@ -179,7 +179,7 @@ class _Packer:
         scales = self.weight.scale
         if not scales.numel():
             return
-        low, high = (int(x) for x in torch.aminmax(scales))
+        low, high = _extremes(scales)
         natural = range(_MX_LOWEST + _MX_NATURAL, _MX_HIGHEST + _MX_NATURAL + 1)
         if low in natural and high in natural:
             return
@@ -196,6 +196,11 @@ class _Packer:
     def _mxfp4(self, words, scales):
         codes = (scales.int() - self.offset).to(torch.uint8)
         return torch.where(_live(words, scales), codes, 0) if self.live_only else codes
+
+
+def _extremes(values):
+    """The least and the largest as numbers, for which the host waits once."""
+    return torch.stack(torch.aminmax(values)).tolist()
 
 
 def _live(words, scales):
