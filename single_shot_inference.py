@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -39,13 +40,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--prompt-file", metavar="FILE", help="the user's message from a file (UTF-8); - is standard input")
     g.add_argument("--messages", metavar="FILE", help="JSON: OpenAI-style messages, or an object with messages, tools, response_format")
     g.add_argument("--prompt-ids", metavar="1,2,3", type=token_ids, help="token ids as they are; the folder then needs no tokenizer")
+    g.add_argument("--random-prompt", metavar="N", type=whole(1), help="N random token ids, the same ones for a --seed: to measure with")
     g = p.add_argument_group("how the prompt is read")
     g.add_argument("--raw", action="store_true", help="no chat template: the text is the prompt, special tokens in it are recognised")
     g.add_argument("--system", metavar="TEXT", help="a system message")
     g.add_argument("--think", choices=("off", "on", "max"), default="off", help="reason before the answer (default: off)")
     g.add_argument("--print-prompt", action="store_true", help="print the rendered prompt, then stop")
     g = p.add_argument_group("model")
-    g.add_argument("--model", metavar="DIR", type=Path, default=BUNDLED, help="checkpoint folder (default: the bundled tiny one)")
+    g.add_argument("--model", metavar="DIR", type=Path, help="checkpoint folder (default: the bundled tiny one)")
+    g.add_argument("--synthetic", choices=("pro", "flash", "tiny"),
+                   help="no folder: random weights of this model at true size, drawn on the devices; the answer is token ids")
+    g.add_argument("--synthetic-format", choices=("nvidia", "official", "compressed-tensors", "all-nvfp4"),
+                   help="whose export the random weights are like (default: nvidia, which is NVFP4 experts and FP8 attention)")
     g.add_argument("--inspect", action="store_true", help="print what the checkpoint holds, then stop")
     g.add_argument("--plan", action="store_true", help="print which layer goes on which device and what that takes, then stop")
     g.add_argument("--assume", metavar="8xB200", type=machine, help="with --plan: GPUs that are not here, by name or in GiB (2x96)")
@@ -76,25 +82,36 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                    help="safetensors: token_ids [n], logits [n, vocab]; row i is the prediction after token i")
     args = p.parse_args(argv)
     check_arguments(p, args)
+    args.model, args.synthetic_format = args.model or BUNDLED, args.synthetic_format or "nvidia"
     return args
 
 
 def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What argparse cannot say: which arguments exclude each other, and an output that could not be written at the end."""
     sources = [name for name, value in (("PROMPT", args.prompt), ("--prompt-file", args.prompt_file), ("--messages", args.messages),
-                                        ("--prompt-ids", args.prompt_ids)) if value is not None]
+                                        ("--prompt-ids", args.prompt_ids), ("--random-prompt", args.random_prompt)) if value is not None]
     if len(sources) > 1:
         p.error(f"expected one prompt, found {' and '.join(sources)}: give one of them")
     alone = [flag for flag, given in (("--inspect", args.inspect), ("--plan", args.plan)) if given]
     if others := alone and alone[1:] + sources + ["--print-prompt"] * args.print_prompt:
         p.error(f"{alone[0]} does not go with {others[0]}: it looks at the checkpoint alone")
     if not sources and not alone:
-        p.error("expected a prompt, found none: give PROMPT, --prompt-file, --messages or --prompt-ids")
-    if args.messages or args.prompt_ids or args.raw:
-        for flag, given in (("--system", args.system is not None), ("--raw", args.raw and (args.messages or args.prompt_ids)),
-                            ("--think", args.think != "off" and (args.raw or args.prompt_ids))):
+        p.error("expected a prompt, found none: give PROMPT, --prompt-file, --messages, --prompt-ids or --random-prompt")
+    ids = args.prompt_ids or args.random_prompt
+    if args.messages or ids or args.raw:
+        for flag, given in (("--system", args.system is not None), ("--raw", args.raw and (args.messages or ids)),
+                            ("--think", args.think != "off" and (args.raw or ids))):
             if given:
-                p.error(f"{flag} does not go with {'--messages' if args.messages else '--prompt-ids' if args.prompt_ids else '--raw'}")
+                p.error(f"{flag} does not go with {sources[0] if args.messages or ids else '--raw'}")
+    if args.synthetic:
+        if others := ["--model"] * (args.model is not None) + ["--inspect"] * args.inspect:
+            p.error(f"--synthetic does not go with {others[0]}: its weights are in no folder")
+        if sources and not ids:
+            p.error(f"--synthetic does not go with {sources[0]}: random weights have no tokenizer: give --prompt-ids or --random-prompt")
+    elif args.synthetic_format:
+        p.error("--synthetic-format does not go without --synthetic")
+    if args.random_prompt and args.print_prompt:
+        p.error("--print-prompt does not go with --random-prompt: it has no text")
     idle = "--inspect" if args.inspect else "--plan" if args.plan else "--print-prompt" if args.print_prompt else None
     for flag, given in (("--dump-logits", args.dump_logits is not None), ("--decode-consistency", args.plan and args.decode_consistency)):
         if idle and given:
@@ -109,10 +126,10 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def render_prompt(args: argparse.Namespace):
-    """The rendered prompt (encoding.Prompt), or None where token ids were given."""
+    """The rendered prompt (encoding.Prompt), or None where token ids were given or are drawn."""
     import encoding
 
-    if args.prompt_ids is not None:
+    if args.prompt_ids is not None or args.random_prompt is not None:
         return None
     if args.messages is not None:
         try:
@@ -182,6 +199,21 @@ def encode(tokenizer, prompt) -> list[int]:
         raise CheckpointError(str(error)) from None
 
 
+def prompt_ids(args: argparse.Namespace, config, tokenizer, prompt) -> list[int]:
+    """The ids to run, of the checkpoint's vocabulary."""
+    from dsv4.errors import CheckpointError
+    from dsv4.sampler import random_ids
+
+    if args.random_prompt is not None:
+        return random_ids(args.random_prompt, config.vocab_size, args.seed or 0)
+    ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
+    try:
+        config.check_tokens(ids)
+    except UserError as error:
+        raise error if prompt is None else CheckpointError(f"{args.model / 'tokenizer.json'}: {error}: it is another model's") from None
+    return ids
+
+
 # ----------------------------------------------------------------------------------------------------------- the story
 
 
@@ -196,28 +228,20 @@ def generate(args: argparse.Namespace) -> int:
 def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: float) -> int:
     """The story: checkpoint, ids, plan, load, prefill, decode, report."""
     import encoding
-    from dsv4 import ops, runtime
-    from dsv4.checkpoint import Checkpoint  # brings torch
-    from dsv4.decode import compare_with_prefill
-    from dsv4.errors import CheckpointError
-    from dsv4.report import run_line
-    from dsv4.sampler import Sampler, generation_defaults
+    from dsv4 import ops, runtime  # brings torch
+    from dsv4.decode import compare_with_prefill, hop_us
+    from dsv4.report import planned_bytes, run_line
+    from dsv4.sampler import Sampler
 
-    checkpoint = Checkpoint.open(args.model)
-    defaults, eos = generation_defaults(checkpoint)
+    checkpoint, defaults, eos = open_checkpoint(args)
     sampling = choose_sampling(args, defaults)
     if args.decode_consistency is not None:  # exactly N tokens, whatever they are
         args.max_new_tokens, eos = args.decode_consistency, set()
-    tokenizer = open_tokenizer(args.model) if prompt is not None or has_tokenizer(args.model) else None
-    ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
-    try:
-        checkpoint.config.check_tokens(ids)
-    except UserError as error:
-        raise error if prompt is None else CheckpointError(f"{args.model / 'tokenizer.json'}: {error}: it is another model's") from None
-    if unknown := checkpoint.audit().unknown:
-        say(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect")
+    tokenizer = open_tokenizer(args.model) if prompt is not None or not args.synthetic and has_tokenizer(args.model) else None
+    ids = prompt_ids(args, checkpoint.config, tokenizer, prompt)
     planner = planner_of(args, checkpoint, len(ids))
     plan = planner.fitting()
+    planned = planned_bytes(plan, runtime.resident_bytes())
     if args.layers:
         layers = checkpoint.config.num_hidden_layers
         say(f"partial model: layers {plan.layers[0]} to {plan.layers[-1]} of {layers}: the text means nothing")
@@ -226,9 +250,9 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     answer = Answer(tokenizer, parser, eos, quiet=args.json)
     run = None
     try:
-        loading = time.perf_counter()
         if ops.selected_backend() == "cuda":
             runtime.build_kernels([d.device for d in plan.devices])
+        loading = time.perf_counter()
         runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in plan.layers))
         model = load(checkpoint, plan, numerics_of(args, planner), interrupt)
         model.on_layer = interrupt.check
@@ -241,6 +265,8 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         exit_code = 130 if finish == "interrupt" else 0
         if run.rows is not None and exit_code == 0:
             run.last_row(answer.ids)
+        if hop := hop_us(model):
+            run.timing["hop_us"] = hop
     except Interrupt.Stop:
         finish, exit_code = "interrupt", 130
     except UserError as error:  # what was generated before it is kept
@@ -261,16 +287,38 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     timing = run.timing if run else {}
     memory = runtime.peak_bytes([d.device for d in plan.devices])
     if args.json and answer.broken is None:
-        result = {"model": str(args.model), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text, "message": answer.message,
-                  "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "memory": memory}
+        result = {"model": str(checkpoint.folder), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text,
+                  "message": answer.message, "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()},
+                  "memory": memory, "planned": planned, "reserved": runtime.reserved_bytes([d.device for d in plan.devices])}
         print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
     if failure is None or answer.ids:
-        say(run_line(timing, memory, finish))
+        say(run_line(timing, memory, planned, finish))
     if failure is not None:
         say(f"error: {failure}")
     if answer.broken is not None:
         raise answer.broken
     return exit_code
+
+
+def open_checkpoint(args: argparse.Namespace):
+    """The checkpoint, the sampling that it asks for, and the ids that end an answer. Random weights have no wishes: greedy, no end."""
+    from dsv4.checkpoint import Checkpoint
+    from dsv4.sampler import generation_defaults
+
+    if args.synthetic:
+        return synthetic(args), {"temperature": 0.0}, set()
+    checkpoint = Checkpoint.open(args.model)
+    if unknown := checkpoint.audit().unknown:
+        say(f"warning: {args.model} holds {len(unknown)} unknown tensors, {unknown[0]} first: see --inspect")
+    return checkpoint, *generation_defaults(checkpoint)
+
+
+def synthetic(args: argparse.Namespace):
+    """The checkpoint that is drawn, each tensor on the device that it is for."""
+    from dsv4.config import PRESETS
+    from dsv4.synthetic import SyntheticCheckpoint
+
+    return SyntheticCheckpoint(PRESETS[args.synthetic], args.synthetic_format, "cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -305,7 +353,8 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     tokens = prompt_tokens or context
     chunk = min(args.prefill_chunk, tokens, ops.max_tokens() or tokens)
     wish = Wish(layers, context, chunk, dtype, logit_rows=chunk if dump else 1, dump_rows=rows,
-                caches=1 if args.decode_consistency is None else 2, auto=args.devices == "auto", per_device=counts)
+                caches=1 if args.decode_consistency is None else 2, auto=args.devices == "auto", per_device=counts,
+                drawn=bool(args.synthetic))
     return Planner(checkpoint, [Room(device, free_bytes(device)) for device in devices], wish)
 
 
@@ -345,11 +394,11 @@ def show_plan(args: argparse.Namespace) -> int:
     import torch
 
     from dsv4 import runtime
-    from dsv4.announced import open_for_plan
+    from dsv4.announced import Disk, open_for_plan
     from dsv4.errors import DoesNotFit
     from dsv4.report import PlanReport
 
-    checkpoint, disk = open_for_plan(args.model)
+    checkpoint, disk = (synthetic(args), Disk(0, 0, 0)) if args.synthetic else open_for_plan(args.model)
     planner = planner_of(args, checkpoint, None)
     report = PlanReport(planner, args.assume, runtime.free_bytes(torch.device("cpu")), disk)
     print(json.dumps(report.to_dict(), ensure_ascii=False, indent=2) if args.json else "\n".join(report.lines()))
@@ -424,10 +473,12 @@ class Run:
 
     def decode(self, logits, answer: Answer, max_new_tokens: int) -> str:
         """Samples, streams and feeds back until the end; returns the finish reason."""
-        start = time.perf_counter()
+        start, times = time.perf_counter(), []
         try:
             while len(answer.ids) < max_new_tokens:
+                begun = time.perf_counter()
                 answer.push(self.decoder.step() if answer.ids else self.decoder.sample(logits))
+                times.append(time.perf_counter() - begun)
                 if self.rows is not None:
                     self.rows[self.cache.position - 1] = self.decoder.logits
                 if answer.ids[-1] in answer.eos:
@@ -443,6 +494,8 @@ class Run:
             steps, seconds = max(len(answer.ids) - 1, 0), time.perf_counter() - start  # the first token came with the prefill
             self.timing |= {"decode_s": seconds, "decode_tokens": steps, "decode_tokens_per_s": steps / seconds if steps else 0.0,
                             "decode_ms_per_token": 1e3 * seconds / steps if steps else 0.0}
+            if len(times) > 1:  # the mean has what the first step does once (graphs are captured), the median has not
+                self.timing["decode_ms_median"] = 1e3 * statistics.median(times[1:])
 
     def _forward(self, ids, logits):
         if self.rows is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -157,6 +158,27 @@ def compare_with_prefill(model: Model, ids: list[int], rows: torch.Tensor, first
         return told, None
     return told, (f"--decode-consistency: expected differences of at most {half:g} in the median and above {most:g} in one row of a "
                   f"hundred, found {median:.1e} and {far} of {len(errors)}: the cache does not hold what the prefill saw")
+
+
+def hop_us(model: Model, trips: int = 32) -> float | None:
+    """us that a token's streams take from a GPU to the next, as `GraphDecoder.step` copies them: of the slowest two neighbours, half of a
+    round trip, a mean over `trips` one behind the other. None where there is no hop."""
+    devices, slowest = [share.device for share in model.plan.devices], None
+    for first, second in itertools.pairwise(devices):
+        here = torch.zeros(1, model.config.hc_mult, model.config.hidden_size, dtype=model.numerics.dtype, device=first)
+        there = here.to(second)
+        with torch.cuda.device(first):
+            for _ in range(2):  # the first time is not counted
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(20_000_000)  # 10 ms, in which the host queues all of it: that takes it longer than a hop takes
+                begin.record()
+                for _ in range(trips):
+                    there.copy_(here)
+                    here.copy_(there)
+                end.record()
+                end.synchronize()
+        slowest = max(slowest or 0.0, 1e3 * begin.elapsed_time(end) / (2 * trips))
+    return slowest
 
 
 def decoder(model: Model, cache: Cache, sampler: Sampler) -> Decoder:

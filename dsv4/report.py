@@ -5,11 +5,18 @@ from __future__ import annotations
 from .announced import Announced, Disk
 from .checkpoint import family, human_bytes
 from .machines import CONTEXT, GIB, Machine
-from .plan import Planner
+from .plan import Plan, Planner
 
 
-def run_line(timing: dict, memory: dict, finish: str) -> str:
-    """The last line on standard error."""
+def planned_bytes(plan: Plan, resident: int) -> dict[str, int]:
+    """What the plan predicts for runtime.peak_bytes, by its names. On a CPU beside what the process was resident with when it was made."""
+    if plan.devices[0].device.type == "cpu":
+        return {"host": resident + plan.devices[0].needed}
+    return {"host": plan.host} | {str(d.device): d.needed for d in plan.devices}
+
+
+def run_line(timing: dict, memory: dict, planned: dict, finish: str) -> str:
+    """The last line on standard error. `memory`: the measured peaks, `planned`: the plan's."""
     parts = [] if finish in ("stop", "length") else [finish]
     if "load_s" in timing:
         parts.append(f"load {timing['load_s']:.2f} s")
@@ -17,8 +24,12 @@ def run_line(timing: dict, memory: dict, finish: str) -> str:
         parts.append(f"prefill {timing['prefill_tokens']} tokens, {timing['prefill_tokens_per_s']:.1f} tokens/s")
     if timing.get("decode_tokens"):
         parts.append(f"decode {timing['decode_tokens']} tokens, {timing['decode_tokens_per_s']:.1f} tokens/s, "
-                     f"{timing['decode_ms_per_token']:.1f} ms/token")
-    parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items()))
+                     f"{timing['decode_ms_per_token']:.1f} ms/token"
+                     + (f", median {timing['decode_ms_median']:.2f}" if "decode_ms_median" in timing else ""))
+    if "hop_us" in timing:
+        parts.append(f"hop {timing['hop_us']:.1f} us")
+    parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB (planned {planned[name] / 2**20:,.0f})"
+                                            for name, size in memory.items()))
     return " | ".join(parts)
 
 
@@ -44,6 +55,10 @@ class PlanReport:
     def fits(self) -> bool:
         return self.plan.fits and not self.host_missing and not self.disk_missing
 
+    @property
+    def _sizes_from(self) -> str:
+        return "preset" if self.planner.wish.drawn else "index" if isinstance(self.planner.checkpoint, Announced) else "headers"
+
     def to_dict(self) -> dict:
         """For --json: bytes, and layers as --layers takes them, [first, behind the last]."""
         plan, planner, instead = self.plan, self.planner, self.planner.instead
@@ -56,7 +71,7 @@ class PlanReport:
         m = self.machine
         assumed = {"name": m.name, "count": m.count, "total": m.total, "context": CONTEXT} if m else None
         return {"model": str(planner.checkpoint.folder), "family": family(planner.checkpoint.config),
-                "sizes_from": "index" if isinstance(planner.checkpoint, Announced) else "headers", "assumed": assumed,
+                "sizes_from": self._sizes_from, "assumed": assumed,
                 "backend": "cuda" if planner.packs else "torch", "dtype": str(planner.wish.dtype).removeprefix("torch."),
                 "layers": [plan.layers[0], plan.layers[-1] + 1], "context": plan.context, "chunk": plan.chunk,
                 "dequantised": plan.keep_dequantised, "fits": self.fits, "devices": devices,
@@ -68,9 +83,10 @@ class PlanReport:
     def lines(self) -> list[str]:
         """For people."""
         plan, planner, config = self.plan, self.planner, self.planner.checkpoint.config
-        total, of_index = sum(d.needed for d in plan.devices), isinstance(planner.checkpoint, Announced)
+        total = sum(d.needed for d in plan.devices)
         scale, unit = (GIB, "GiB") if total >= GIB else (1 << 20, "MiB")
-        source = "by its index: the shards' headers are not all here" if of_index else "by its headers"
+        source = {"index": "by its index: the shards' headers are not all here", "headers": "by its headers",
+                  "preset": "its weights are drawn"}[self._sizes_from]
         form = "packed for the kernels" if planner.packs else "dequantised to fp32" if plan.keep_dequantised else "as stored"
         run = "all" if len(plan.layers) == config.num_hidden_layers else f"{plan.layers[0]} to {plan.layers[-1]}"
         out = [f"model      {planner.checkpoint.folder} ({family(config)}), {source}; {run} of {config.num_hidden_layers} layers",
@@ -106,6 +122,8 @@ class PlanReport:
         if plan.devices[0].device.type != "cpu":
             free = "not known" if self.host_free is None else f"{self.host_free / GIB:.2f} GiB"
             out.append(f"host       {plan.host / GIB:.2f} GiB needed, free: {free}")
+        if self.planner.wish.drawn:
+            return [*out, "disk       nothing: no weight is read"]
         there = "all of it there" if self.disk.present >= self.disk.total else f"{human_bytes(self.disk.present)} of it there"
         out.append(f"disk       {human_bytes(self.disk.total)}, {there}, {human_bytes(self.disk.free)} free"
                    + (f": {human_bytes(self.disk_missing)} missing" if self.disk_missing else ""))

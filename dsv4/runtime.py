@@ -174,6 +174,16 @@ def _field(path: str, name: str) -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith(name)), None)
 
 
+def resident_bytes() -> int:
+    """What this process has of the host's memory now; 0 where the system does not say."""
+    return 1024 * (_field("/proc/self/status", "VmRSS:") or 0)
+
+
+def reserved_bytes(devices: list[torch.device]) -> dict[str, int]:
+    """The most that torch took of each GPU so far: its tensors' peak and what its allocator rounds up or keeps."""
+    return {str(d): torch.cuda.max_memory_reserved(d) for d in devices if d.type == "cuda"}
+
+
 def peak_bytes(devices: list[torch.device]) -> dict[str, int]:
     """Peak memory so far: this process on the host, and torch's allocations on each GPU."""
     import resource

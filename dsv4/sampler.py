@@ -32,6 +32,11 @@ class Sampling:
             raise UserError(f"--seed: expected 0 to 2^63 - 1, found {self.seed}")
 
 
+def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
+    """So many token ids, uniform over the vocabulary."""
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 def generation_defaults(checkpoint) -> tuple[dict, set[int]]:
     """What generation_config.json says: the settings of Sampling that it has (do_sample false is temperature 0), and the ids that end
     an answer, with those of config.json. Raises CheckpointError for values that cannot be."""

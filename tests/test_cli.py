@@ -62,7 +62,7 @@ def test_answer_on_standard_output_report_on_standard_error(run):
     assert (code, out) == (0, "The capital of France is Paris.\n")
     report = err.strip().splitlines()
     assert len(report) == 1
-    for part in ("load ", " s | prefill ", " tokens/s", " ms/token", "peak memory host "):
+    for part in ("load ", " s | prefill ", " tokens/s", " ms/token, median ", "peak memory host ", " MiB (planned "):
         assert part in report[0]
 
 
@@ -78,13 +78,15 @@ def test_thinking_is_shown_apart_from_the_answer(run):
 def test_json_object(run):
     code, out, err = run("--json", "--temperature", 0, "--think", "on", QUESTION)
     result = json.loads(out)
-    assert code == 0 and list(result) == ["model", "prompt_ids", "output_ids", "text", "message", "finish_reason", "timing", "memory"]
+    assert code == 0 and list(result) == ["model", "prompt_ids", "output_ids", "text", "message", "finish_reason", "timing", "memory",
+                                          "planned", "reserved"]
     assert result["finish_reason"] == "stop" and result["output_ids"][-1] == 1
     assert "Paris" in result["message"]["content"] and result["message"]["reasoning"] and result["message"]["tool_calls"] == []
     assert result["text"] == f"{result['message']['reasoning']}</think>{result['message']['content']}"
     assert result["timing"]["prefill_tokens"] == len(result["prompt_ids"])
     assert result["timing"]["decode_tokens"] == len(result["output_ids"]) - 1
-    assert result["memory"]["host"] > 2**20
+    assert result["memory"]["host"] > 2**20 and result["planned"].keys() == result["memory"].keys() and result["reserved"] == {}
+    assert 0 < result["timing"]["decode_ms_median"] <= 1e3 * result["timing"]["decode_s"]
 
 
 def test_every_source_of_a_prompt_gives_the_same_ids(run, tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from dsv4 import decode, kernels, ops
-from dsv4.decode import Decoder, GraphDecoder, compare_with_prefill, decoder
+from dsv4.decode import Decoder, GraphDecoder, compare_with_prefill, decoder, hop_us
 from dsv4.errors import CheckpointError, UserError
 from dsv4.plan import DevicePlan, Plan
 from dsv4.sampler import Sampler, Sampling
@@ -129,3 +131,35 @@ def test_consistency_with_a_prefill_is_found_and_its_loss_too(model, seed):
     rows[len(prompt) - 1 : len(ids)] = decoded
     rows[len(prompt)] = float("nan")  # alone, but never a matter of choice
     assert "found" in compare_with_prefill(model, ids, rows, len(prompt))[1]
+
+
+def test_a_hop_is_half_of_a_round_trip_of_the_slowest_neighbours(model, monkeypatch):
+    """The clock is ours: it counts the copies, and those of the last pair take three times as long."""
+    assert hop_us(model) is None  # one device
+    at, pairs, copy = [0.0], [], torch.Tensor.copy_
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = at[0]
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    def counted(self, other):
+        assert self.shape == other.shape == (1, 4, model.config.hidden_size)
+        at[0] += 0.003 if len(pairs) == 3 else 0.001  # ms
+        return copy(self, other)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: at.__setitem__(0, at[0] + 10.0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pairs.append(device) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    shares = tuple(DevicePlan(CPU, (n,), 0, 0, 0, 0) for n in range(4))
+    model.plan = Plan(tuple(range(4)), shares, CONTEXT, CONTEXT, False)
+    assert hop_us(model) == pytest.approx(3.0) and len(pairs) == 3

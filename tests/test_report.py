@@ -12,6 +12,8 @@ from dsv4 import runtime
 from dsv4.config import PRESETS
 from dsv4.errors import UserError
 from dsv4.machines import CONTEXT, GIB, reserved
+from dsv4.plan import DevicePlan, Plan
+from dsv4.report import planned_bytes, run_line
 from tests.checkpoints import published_layout, save_sparse
 from tests.test_announced import announce
 from tests.test_cli import one_line, run  # noqa: F401
@@ -90,6 +92,26 @@ def test_the_table_of_this_machine(run):  # noqa: F811
     assert (code, err) == (0, "") and lines[2] == "machine    this one, 1 device used" and lines[4].endswith("  MiB")
     assert lines[1].endswith("float32, backend torch, weights dequantised to fp32") and lines[5].startswith("cpu      embed, 0-5, head")
     assert not any(line.startswith(("host", "all")) for line in lines) and any("all of it there" in line for line in lines)
+
+
+def test_the_line_after_a_run():
+    timing = {"load_s": 11.5, "prefill_s": 1.0, "prefill_tokens": 16, "prefill_tokens_per_s": 900.0, "decode_tokens": 49,
+              "decode_tokens_per_s": 80.0, "decode_ms_per_token": 12.5, "decode_ms_median": 7.125, "hop_us": 8.66}
+    memory, planned = {"host": 3 << 30, "cuda:0": 79 << 30, "cuda:1": 76 << 30}, {"host": 2 << 30, "cuda:0": 80 << 30, "cuda:1": 77 << 30}
+    assert run_line(timing, memory, planned, "length") == (
+        "load 11.50 s | prefill 16 tokens, 900.0 tokens/s | decode 49 tokens, 80.0 tokens/s, 12.5 ms/token, median 7.12 | hop 8.7 us | "
+        "peak memory host 3,072 MiB (planned 2,048), cuda:0 80,896 MiB (planned 81,920), cuda:1 77,824 MiB (planned 78,848)")
+    less = {name: timing[name] for name in ("load_s", "prefill_s", "prefill_tokens", "prefill_tokens_per_s")}
+    assert run_line(less | {"decode_tokens": 0}, {"host": 0}, {"host": 0}, "interrupt") == (
+        "interrupt | load 11.50 s | prefill 16 tokens, 900.0 tokens/s | peak memory host 0 MiB (planned 0)")
+
+
+def test_what_is_planned_has_the_names_of_what_is_measured():
+    cpu, gpus = torch.device("cpu"), [torch.device("cuda", i) for i in range(2)]
+    shares = tuple(DevicePlan(d, (i,), 100 + i, 10, 1, 10**9, loading=3) for i, d in enumerate(gpus))
+    assert planned_bytes(Plan((0, 1), shares, 8, 8, False, host=77), resident=5) == {"host": 77, "cuda:0": 111, "cuda:1": 112}
+    share = DevicePlan(cpu, (0,), 100, 10, 1, 10**9)
+    assert planned_bytes(Plan((0,), (share,), 8, 8, False, host=111), resident=5) == {"host": 116}
 
 
 SCHEMA = {
