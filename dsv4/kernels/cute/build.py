@@ -27,7 +27,7 @@ from .. import build as cuda_build
 from .tiles import DSL, TILES, Tile
 
 FOLDER = Path(__file__).parent
-SOURCES = ("compile.py", "gemm_sm90.py", "tiles.py")
+SOURCES = ("compile.py", "gemm_sm90.py", "persistent.py", "tiles.py")
 ARCHITECTURES = ("sm_90a",)
 
 

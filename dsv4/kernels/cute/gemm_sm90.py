@@ -24,34 +24,23 @@ import cutlass.memory
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from .persistent import OUT_BUFFERS, WARP, Persistent, following
 from .tiles import COLUMNS_OUT, SCALE_BLOCK, TURN, Tile
 
 K, SMEM = OperandMajorMode.K, warpgroup.OperandSource.SMEM
-WARPGROUP, WARP = 128, 32
-OUT_BUFFERS = 2  # of 64 x COLUMNS_OUT a warpgroup: one is filled while the other one is stored
-RASTER_ROWS = 2048  # rows whose tiles are done before the next ones: a wave reads about as much of x as of w
+WARPGROUP = 128
 LOADER_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread, where they are moved
 
 
-@cute.jit
-def following(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """The next place of the ring, and the parity that its barriers' phases have there."""
-    stage += 1
-    if stage == stages:
-        stage, phase = Int32(0), phase ^ 1
-    return stage, phase
-
-
-class Gemm:
+class Gemm(Persistent):
     """The kernel for one tile. `__call__` is what is compiled: the host's side, which makes the TMA descriptors and launches."""
 
     def __init__(self, tile: Tile):
-        self.tile = tile
+        super().__init__(tile)
         self.scaled = tile.kind == "e4m3"
         self.dtype = Float8E4M3FN if self.scaled else BFloat16
         self.groups = tile.rows // 64
         self.threads = (self.groups + 1) * WARPGROUP
-        self.blocks = tile.cluster * tile.split  # of a cluster: one of the two is 1
         self.moves_registers = self.scaled and self.groups == 2  # three sets of sums do not fit into the 168 that 384 threads have each
 
     @cute.jit
@@ -174,34 +163,6 @@ class Gemm:
         op = (warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, shape, SMEM, K, K) if self.scaled else
               warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, SMEM, K, K))
         return cute.make_tiled_mma(cute.make_mma_atom(op))
-
-    @cute.jit
-    def sync_cluster(self):
-        if const_expr(self.blocks > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    # ------------------------------------------------------------------------------------------------------------- tiles
-
-    @cute.jit
-    def extent(self, out: cute.Tensor):
-        """(tiles of the cluster's height in a column, such tiles in a batch entry)"""
-        rows_down = cute.ceil_div(out.shape[0], self.tile.rows * self.tile.cluster)
-        return rows_down, rows_down * cute.ceil_div(out.shape[1], self.tile.columns)
-
-    @cute.jit
-    def place(self, t: Int32, rows_down: Int32, per_batch: Int32, rank: Int32):
-        """The t-th tile of this block's cluster: (tile row, tile column, batch entry). Down RASTER_ROWS rows, then to the next column."""
-        tile = self.tile
-        high = max(1, RASTER_ROWS // (tile.rows * tile.cluster))
-        across_all = per_batch // rows_down
-        batch, t = t // per_batch, t % per_batch
-        band, t = t // (high * across_all), t % (high * across_all)
-        here = cutlass.min(rows_down - band * high, high)  # the last band may be lower
-        down, across = band * high + t % here, t // here
-        return (down * tile.cluster + rank if const_expr(tile.cluster > 1) else down), across, batch
 
     # -------------------------------------------------------------------------------------------------------------- load
 
