@@ -24,11 +24,10 @@ from pathlib import Path
 
 from ...errors import UserError
 from .. import build as cuda_build
-from .tiles import DSL, TILES, Tile
+from .tiles import ARCHITECTURES, DSL, TILES, Tile
 
 FOLDER = Path(__file__).parent
-SOURCES = ("compile.py", "gemm_sm90.py", "persistent.py", "tiles.py")
-ARCHITECTURES = ("sm_90a",)
+SOURCES = ("compile.py", "gemm_sm90.py", "gemm_sm100.py", "persistent.py", "tiles.py")
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,13 @@ def build(tile: Tile, arch: str) -> Path:
 
 
 def build_ahead(tiles: Iterable[Tile], arch: str) -> int:
-    """Compiles what the cache lacks, on all cores and under a bar -> how many. Raises UserError: another architecture, no DSL or another
-    version of it, no nvcc, a cache that cannot be written, or a compile error."""
-    if arch not in ARCHITECTURES:
-        raise UserError(f"kernels: the CuTeDSL GEMMs are for {', '.join(ARCHITECTURES)}, found {arch!r}: run with --backend torch")
+    """Compiles what the cache lacks, on all cores and under a bar -> how many. Raises UserError: an architecture that these tiles are not
+    for, no DSL or another version of it, no nvcc, a cache that cannot be written, or a compile error."""
+    tiles = list(tiles)
+    for tile in tiles:
+        if arch not in ARCHITECTURES[tile.kind]:
+            raise UserError(f"kernels: {tile.name} is for {' and '.join(ARCHITECTURES[tile.kind])}, found {arch!r}: run with --backend "
+                            "torch")
     cache = cuda_build.cache_folder()
     missing = [tile for tile in tiles if not (cache / target(tile, arch)).exists()]
     if not missing:
@@ -115,16 +117,16 @@ def _compile(tiles: list[Tile], arch: str, folder: Path, bar) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: builds ahead. Exit code 0, or 2 with the error on stderr."""
-    names = {tile.name: tile for tile in TILES}
+    names, architectures = {tile.name: tile for tile in TILES}, sorted({a for each in ARCHITECTURES.values() for a in each})
     parser = argparse.ArgumentParser(prog="python -m dsv4.kernels.cute.build",
                                      description="Compiles the CuTeDSL GEMMs into the cache folder (DSV4_KERNEL_CACHE).")
-    parser.add_argument("names", nargs="*", help=f"all of them unless given: {', '.join(names)}")
-    parser.add_argument("--arch", default="sm_90a", help=f"out of {', '.join(ARCHITECTURES)} (default: %(default)s)")
+    parser.add_argument("names", nargs="*", help=f"all of the architecture's unless given: {', '.join(names)}")
+    parser.add_argument("--arch", default="sm_90a", choices=architectures, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     try:
         if unknown := sorted(set(args.names) - set(names)):
             raise UserError(f"kernels: expected names out of {', '.join(names)}, found {unknown[0]!r}")
-        tiles = [names[name] for name in args.names] or list(TILES)
+        tiles = [names[name] for name in args.names] or [t for t in TILES if args.arch in ARCHITECTURES[t.kind]]
         made = build_ahead(tiles, args.arch)
         print(f"{made} compiled, {len(tiles) - made} were there: {cuda_build.cache_folder()}")
     except UserError as error:

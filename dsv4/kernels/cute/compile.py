@@ -19,14 +19,22 @@ from pathlib import Path
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
 from cutlass.cute.runtime import make_ptr
 
 from ..build import find_nvcc
 from .gemm_sm90 import Gemm
+from .gemm_sm100 import Nvfp4Gemm
 from .tiles import TILES, Tile
 
-ADDRESSES, SIZES = ("x", "w", "x_scale", "w_scale", "out"), ("m", "n", "k", "batch", "processors")
+# The arguments of the C function by kind, in their order: what an address points to, or the type of a value.
+_GEMM = {"x_scale": Float32, "w_scale": Float32, "out": BFloat16}, {"m": Int32, "n": Int32, "k": Int32, "batch": Int32, "processors": Int32}
+ARGUMENTS = {
+    "bf16": ({"x": BFloat16, "w": BFloat16} | _GEMM[0], _GEMM[1]),
+    "e4m3": ({"x": Float8E4M3FN, "w": Float8E4M3FN} | _GEMM[0], _GEMM[1]),
+    "nvfp4": ({"x": Uint8, "w": Uint8, "x_scale": Int32, "w_scale": Int32, "row_scales": Float32, "out": BFloat16},
+              {"m": Int32, "n": Int32, "k": Int32, "processors": Int32, "scale": Float32}),
+}
 SHIM = """
 // Declared here and not included: an object of one CUDA release must not depend on another one's headers.
 #include <mutex>
@@ -70,12 +78,14 @@ int %(name)s(%(declaration)s, void* stream) {
 """
 
 
-def shim(name: str, header: str) -> str:
+def shim(tile: Tile, header: str) -> str:
     """The C++ source for the object whose header the DSL wrote."""
+    name, (addresses, values) = tile.name, ARGUMENTS[tile.kind]
     call = re.search(r"void (_mlir_\w+_mlir_ciface_\w+)\(void \*\*args", header)[1]
-    declaration = ", ".join([f"const void* {a}" for a in ADDRESSES] + [f"int {s}" for s in SIZES])
+    declaration = ", ".join([f"const void* {a}" for a in addresses] +
+                            [f"{'float' if t is Float32 else 'int'} {v}" for v, t in values.items()])
     return SHIM % {"name": name, "prefix": f"_mlir_{name}_cuda", "call": call, "declaration": declaration,
-                   "addresses": ", ".join(f"&{a}" for a in ADDRESSES + SIZES)}
+                   "addresses": ", ".join(f"&{a}" for a in (*addresses, *values))}
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -104,13 +114,14 @@ def compile_tile(tile: Tile, folder: Path) -> None:
     """folder/NAME.so and folder/NAME.json."""
     parts = folder / f"{tile.name}.parts"  # a folder a tile: the DSL names its files by the types of the arguments alone
     parts.mkdir()
-    value = Float8E4M3FN if tile.kind == "e4m3" else BFloat16
-    pointers = [make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=16) for t in (value, value, Float32, Float32, BFloat16)]
-    arguments = *pointers, *[Int32(1)] * len(SIZES), cuda.CUstream(0)
-    made = cute.compile(Gemm(tile), *arguments, options=f"--keep-ptx --keep-cubin --dump-dir={parts}")
+    addresses, values = ARGUMENTS[tile.kind]
+    pointers = [make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=16) for t in addresses.values()]
+    kernel = Nvfp4Gemm(tile) if tile.kind == "nvfp4" else Gemm(tile)
+    made = cute.compile(kernel, *pointers, *[t(1) for t in values.values()], cuda.CUstream(0),
+                        options=f"--keep-ptx --keep-cubin --dump-dir={parts}")
     made.export_to_c(file_path=str(parts), file_name=tile.name, function_prefix=tile.name)
     source = parts / "shim.cpp"
-    source.write_text(shim(tile.name, (parts / f"{tile.name}.h").read_text()))
+    source.write_text(shim(tile, (parts / f"{tile.name}.h").read_text()))
     nvcc = find_nvcc()
     runtime = next(Path(cutlass.__file__).parents[2].glob("cu1*/lib/libcuda_dialect_runtime_static.a"))
     command = [nvcc.path, *nvcc.link, "-shared", "-O2", "-Xcompiler", "-fPIC", str(source), str(parts / f"{tile.name}.o"), str(runtime),

@@ -1,4 +1,5 @@
-"""Matrix products for many tokens on a Hopper GPU, by the tile that choice.py finds. See gemm_sm90.py for the arithmetic."""
+"""Matrix products for many tokens, by the tile that choice.py finds: bf16 and e4m3 on a Hopper GPU, NVFP4 on a Blackwell one. gemm_sm90.py
+and gemm_sm100.py have the arithmetic."""
 
 from __future__ import annotations
 
@@ -7,21 +8,24 @@ from pathlib import Path
 
 import torch
 
-from ...formats import E4M3_MAX, power_of_two_ceil
+from ...formats import E4M3_MAX, NVFP4_BLOCK, power_of_two_ceil
 from ..launch import IN, OUT, WEIGHT, Kernel, expect
+from ..layouts import TMA_COLUMNS, Nvfp4, Nvfp4Operand, pad_k_major, swizzled_bytes
 from . import build
 from .choice import choose
 from .tiles import SCALE_BLOCK, TILES, Tile
 
 _ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "out": OUT,
               "m": int, "n": int, "k": int, "batch": int, "processors": int}
+_NVFP4_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "out": OUT,
+                    "m": int, "n": int, "k": int, "processors": int, "scale": float}
 
 
 class CuteKernel(Kernel):
     """The C function of one tile."""
 
     def __init__(self, tile: Tile):
-        super().__init__(tile.name, _ARGUMENTS)
+        super().__init__(tile.name, _NVFP4_ARGUMENTS if tile.kind == "nvfp4" else _ARGUMENTS)
         self.tile = tile
 
     def built(self, arch: str) -> Path:
@@ -77,6 +81,26 @@ def gemm_fp8(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: t
            "x [M, K] and w [N, K] in e4m3, K a multiple of 16, N of 8, with fp32 scales [ceil(K / 128), M rounded up to 4] and "
            "[ceil(N / 128), ceil(K / 128)]", x=x, x_scale=x_scale, w=w, w_scale=w_scale)
     return _launch("e4m3", x.contiguous(), w, x_scale, w_scale, 1, tile)
+
+
+def gemm_nvfp4(x: Nvfp4, weight: Nvfp4Operand, tile: Tile | None = None) -> torch.Tensor:
+    """ops.nvfp4.nvfp4_linear for any number of tokens: x of K columns (scales swizzled) times weight [N, K]^T -> [M, N] in bf16.
+
+    The operands are those of kernels.nvfp4.nvfp4_linear. N a multiple of 8. Raises UserError for others.
+    """
+    m, n, k = len(x.values), len(weight.values), 2 * x.values.shape[1]
+    columns, groups = -(-k // TMA_COLUMNS) * TMA_COLUMNS, k // NVFP4_BLOCK
+    expect(x.swizzled and n % 8 == 0 and k > 0 and weight.values.shape[1] == columns // 2
+           and x.scales.numel() == swizzled_bytes(m, groups) and weight.scales.numel() == swizzled_bytes(n, groups), "gemm_nvfp4",
+           "x [M, K / 2] and a weight of as many columns, N a multiple of 8, the scales of both swizzled", x=x.values, x_scales=x.scales,
+           weight=weight.values, weight_scales=weight.scales)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=x.values.device)
+    if out.numel():
+        count = processors(x.values.device)
+        tile = tile or choose("nvfp4", m, n, columns, 1, count)
+        KERNELS[tile](x=pad_k_major(x.values, TMA_COLUMNS), w=weight.values, x_scale=x.scales, w_scale=weight.scales,
+                      row_scales=x.row_scales, out=out, m=m, n=n, k=columns, processors=count, scale=weight.scale)
+    return out
 
 
 def _launch(kind: str, x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor | None, w_scale: torch.Tensor | None, groups: int,

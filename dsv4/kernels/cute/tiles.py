@@ -8,8 +8,13 @@ DSL = "4.8.1"  # nvidia-cutlass-dsl; pyproject.toml pins the same
 SCALE_BLOCK = 128  # e4m3: values of K, and rows of the weight, to a scale
 COLUMNS_OUT = 64  # of the output, stored at a time: 128 bytes
 STAGE_WIDTH = 128  # bytes of K in a stage
-SHARED_BYTES = 227 << 10  # that a block can have on Hopper
+SHARED_BYTES = 227 << 10  # that a block can have, on Hopper and on Blackwell
 MAX_STAGES = 8
+SCALE_TILE = 512  # nvfp4: bytes of scales for 128 rows and 64 values of K (layouts.py)
+STEPS = 4  # nvfp4: products of 64 values of K in a stage
+TENSOR_COLUMNS = 512  # nvfp4: of tensor memory
+ARCHITECTURES = {"bf16": ("sm_90a",), "e4m3": ("sm_90a",), "nvfp4": ("sm_100a", "sm_103a")}  # of each kind
+BITS = {"bf16": 16, "e4m3": 8, "nvfp4": 4}  # of a value
 TURN = 4  # e4m3: stages between two moments without a product in flight (gemm_sm90.py says why)
 
 
@@ -17,8 +22,8 @@ TURN = 4  # e4m3: stages between two moments without a product in flight (gemm_s
 class Tile:
     """rows x columns of the output are one block's at a time (rows: tokens, columns: rows of the weight).
 
-    kind: "bf16" or "e4m3". cluster: blocks one below the other that share each load of the weight. split: blocks that divide K among
-    them. One of the two is 1.
+    kind: "bf16", "e4m3" or "nvfp4". cluster: blocks one below the other that share each load of the weight; with nvfp4, 2 of them are a
+    pair whose tensor cores take one product. split: blocks that divide K among them. One of the two is 1.
     """
 
     kind: str
@@ -36,11 +41,14 @@ class Tile:
     @property
     def depth(self) -> int:
         """Values of K in a stage."""
-        return STAGE_WIDTH // (2 if self.kind == "bf16" else 1)
+        return STAGE_WIDTH * 8 // BITS[self.kind]
 
     @property
     def stage_bytes(self) -> int:
-        """Both operands, and for e4m3 an fp32 scale a row."""
+        """Both operands. e4m3: and an fp32 scale a row. nvfp4: and the scales of both; a pair's block has half of the weight's rows."""
+        if self.kind == "nvfp4":
+            return ((self.rows + self.columns // self.cluster) * STAGE_WIDTH +
+                    (self.rows + self.columns) // 128 * STEPS * SCALE_TILE)
         return (self.rows + self.columns) * STAGE_WIDTH + (4 * self.rows if self.kind == "e4m3" else 0)
 
     @property
@@ -48,6 +56,16 @@ class Tile:
         """As many as fit beside the barriers (1 KB, to the next multiple of 1 KB) and the two buffers of a warpgroup's output."""
         out = 0 if self.split > 1 else 2 * self.rows * COLUMNS_OUT * 2
         return min(MAX_STAGES, (SHARED_BYTES - 1024 - out) // self.stage_bytes)
+
+    @property
+    def scale_columns(self) -> int:
+        """nvfp4: of tensor memory, for the scales of a stage: one a step and 32 rows, of all rows of the product."""
+        return (self.rows + self.columns) // 32 * STEPS
+
+    @property
+    def sums_apart(self) -> int:
+        """nvfp4: columns of tensor memory between the sums of one tile and of the next. Less than a tile's, if two do not fit."""
+        return min(self.columns, TENSOR_COLUMNS - self.scale_columns - self.columns)
 
     def block_stages(self, k: int) -> int:
         """Stages that one block goes through for a tile. Those beyond K bring zeros."""
@@ -66,7 +84,7 @@ def _tiles() -> tuple[Tile, ...]:
                 found.append(replace(tile, cluster=2))
             if tile.columns == 128:
                 found += [replace(tile, split=s) for s in (2, 4, 8)]
-    return tuple(found)
+    return *found, *(Tile("nvfp4", 128, columns, cluster) for columns in (128, 256) for cluster in (1, 2))
 
 
 TILES = _tiles()

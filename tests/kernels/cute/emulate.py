@@ -19,23 +19,24 @@ import torch
 from dsv4.kernels import build as cuda_build
 from dsv4.kernels import launch
 from dsv4.kernels.cute import build
-from dsv4.kernels.cute.gemm import CuteKernel
-from dsv4.kernels.cute.tiles import Tile
+from dsv4.kernels.cute.gemm import KERNELS, CuteKernel
+from dsv4.kernels.cute.tiles import ARCHITECTURES, Tile
+from dsv4.kernels.launch import OUT
 
 from ...emulator.emulator import ON_GPU, run_on_gpu
 from .ptx import Machine, Program, captured
 
 HERE = Path(__file__).parent
-ARCH = "sm_90a"
 APART = 1 << 40  # bytes between two tensors' addresses
 
 
 class Emulated:
     """One tile's kernel: its host function, linked with capture.c, and its PTX."""
 
-    def __init__(self, tile: Tile):
-        self.tile = tile
-        self.path = cuda_build.compile_into(cuda_build.cache_folder(), f"capture-{build.target(tile, ARCH)}", self.compile)
+    def __init__(self, tile: Tile, arch: str | None = None):
+        self.tile, self.arch = tile, arch or ARCHITECTURES[tile.kind][0]
+        self.kinds = list(KERNELS[tile].arguments.values())
+        self.path = cuda_build.compile_into(cuda_build.cache_folder(), f"capture-{build.target(tile, self.arch)}", self.compile)
         about = json.loads(Path(f"{self.path}.txt").read_text())
         self.program, self.ptx = Program.parse(about["ptx"]), about["ptx"]
         self.library = ctypes.CDLL(str(self.path))
@@ -47,7 +48,7 @@ class Emulated:
             assert error.value == 0
 
     def compile(self, folder: Path) -> tuple[Path, str]:
-        environment = {**os.environ, "CUTE_DSL_ARCH": ARCH, "CUTE_DSL_NO_CACHE": "1"}
+        environment = {**os.environ, "CUTE_DSL_ARCH": self.arch, "CUTE_DSL_NO_CACHE": "1"}
         command = [sys.executable, "-m", "dsv4.kernels.cute.compile", str(folder), self.tile.name]
         subprocess.run(command, env=environment, cwd=HERE.parents[2], check=True, capture_output=True)
         parts = folder / f"{self.tile.name}.parts"
@@ -57,12 +58,13 @@ class Emulated:
         call = re.search(r"void (_mlir_\w+_mlir_ciface_\w+)\(void \*\*args", (parts / f"{self.tile.name}.h").read_text())[1]
         report = (folder / f"{self.tile.name}.json").read_text()
         product = folder / f"{self.tile.name}.so", report  # made on the way: the tests of the object find it
-        cuda_build.compile_into(cuda_build.cache_folder(), build.target(self.tile, ARCH), lambda _: product)
+        cuda_build.compile_into(cuda_build.cache_folder(), build.target(self.tile, self.arch), lambda _: product)
         return made, json.dumps({"call": call, "ptx": json.loads(report)["ptx"]})
 
     def launch(self, values: list):
-        """What the host function launches for these arguments: addresses and integers."""
-        held = [ctypes.c_void_p(v) if i < 5 else ctypes.c_int32(v) for i, v in enumerate(values)]
+        """What the host function launches for these arguments: addresses and numbers."""
+        types = {int: ctypes.c_int32, float: ctypes.c_float}
+        held = [types.get(kind, ctypes.c_void_p)(v) for kind, v in zip(self.kinds, values, strict=True)]
         error = ctypes.c_int32()
         held += [ctypes.c_void_p(), error]
         found = captured(self.library, lambda: self.function(addresses(held), len(held)), [size for _, size in self.program.parameters])
@@ -70,20 +72,22 @@ class Emulated:
         return found
 
     def run(self, values: list, seed: int) -> int:
-        """As the C function: tensors x, w, x_scale, w_scale, out, then sizes. `out` must be wholly written."""
-        tensors, memory, arguments = values[:5], [], []
-        for i, tensor in enumerate(tensors):
-            arguments.append(None if tensor is None else (i + 1) * APART)
-            if tensor is not None:
-                data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy().copy()
-                if i == 4:
-                    data[:] = 0xFF
-                data.flags.writeable = i == 4
-                memory.append((arguments[-1], data))
-        Machine(self.program, self.launch(arguments + values[5:]), memory, np.random.default_rng(seed)).run()
-        written = memory[-1][1].view(np.uint16)
+        """As the C function: tensors, of which `out` must be wholly written, and numbers."""
+        memory, arguments, out = [], [], self.kinds.index(OUT)
+        for i, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
+            if value is None or kind in (int, float):
+                arguments.append(value)
+                continue
+            arguments.append((i + 1) * APART)
+            data = value.contiguous().view(torch.uint8).reshape(-1).numpy().copy()
+            if i == out:
+                data[:] = 0xFF
+            data.flags.writeable = i == out
+            memory.append((arguments[-1], data))
+        Machine(self.program, self.launch(arguments), memory, np.random.default_rng(seed)).run()
+        (written,) = (data.view(np.uint16) for address, data in memory if address == (out + 1) * APART)
         assert not (written == 0xFFFF).any(), f"{(written == 0xFFFF).sum()} of {written.size} values of the output were never written"
-        values[4].view(-1).view(torch.int16).copy_(torch.from_numpy(written.view(np.int16)))
+        values[out].view(-1).view(torch.int16).copy_(torch.from_numpy(written.view(np.int16)))
         return 0
 
 
@@ -97,7 +101,7 @@ emulated_kernel = functools.lru_cache(Emulated)
 
 @contextlib.contextmanager
 def emulated(seed: int = 0):
-    """Within it, gemm and gemm_fp8 take CPU tensors. `seed` decides who goes first wherever that is open."""
+    """Within it, the GEMMs take CPU tensors. `seed` decides who goes first wherever that is open."""
     def run(kernel: CuteKernel, values: list) -> int:
         if ON_GPU:
             return run_on_gpu(kernel, values)

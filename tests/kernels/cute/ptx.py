@@ -8,8 +8,10 @@ its way to it; reading it there, an access outside of the tensors, a barrier tha
 sums of a product are NaN until it is waited for.
 
 It knows what the kernels here use: mbarriers, TMA of whole boxes in and out with multicast, wgmma on operands with the 128-byte swizzle,
-stmatrix, named barriers, clusters with distributed shared memory, and arithmetic. Not the memory model: ordinary accesses happen at once,
-fences do nothing. Nor the tensor cores' rounding: products are exact and rounded to fp32 once an instruction.
+stmatrix, named barriers, clusters with distributed shared memory, tcgen05 with NVFP4 operands in one block or a pair, and arithmetic. Not
+the memory model: ordinary accesses happen at once, fences do nothing. Nor the tensor cores' rounding: products are exact and rounded to
+fp32 once an instruction. Values that tcgen05.ld brings are there at once (the DSL packs them in pairs before it waits, and hardware knows
+which registers are on their way), but nobody may be told that they were read before they are waited for.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ LANES = np.arange(32, dtype=np.uint32)
 SHARED_BASE = 1024  # of a block's dynamic shared memory in its window: the first KB is the system's
 SHARED_BYTES = 228 << 10
 PARAMETERS = 1 << 60
-RANK_BIT = 24  # a remote shared address: the block's rank + 1 above these bits
-ELEMENT_BYTES = {0: 1, 7: 4, 10: 2}  # by the type field of a tensor map
+RANK_BIT = 24  # a shared address: the rank of the block in its cluster above these bits, as CUTLASS's mask for the first of a pair has it
+OFFSET = (1 << RANK_BIT) - 1
+TENSOR_LANES, TENSOR_COLUMNS = 128, 512
+NVFP4_SHAPE = 1 << 10 | 1 << 7  # of an instruction descriptor, beside columns / 8 from bit 17 and rows / 128 from bit 27
+ELEMENT_BYTES = {0: 1, 2: 4, 7: 4, 10: 2}  # by the type field of a tensor map
 
 
 class PtxError(AssertionError):
@@ -209,6 +214,10 @@ class Block:
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, list] = {}
         self.warps = warps
+        self.tensor = np.zeros((TENSOR_LANES, TENSOR_COLUMNS), np.uint32)
+        self.tensor_written = np.zeros((TENSOR_LANES, TENSOR_COLUMNS), bool)
+        self.in_flight = np.zeros(TENSOR_COLUMNS, np.int64)  # products and copies on their way to a column
+        self.allocated = 0  # columns
 
 
 class Warp:
@@ -221,7 +230,8 @@ class Warp:
         self.alive = np.ones(32, bool)
         self.waiting = None  # () -> whether it may go on
         self.why = ""
-        self.products, self.stores = Started(), Started()
+        self.products, self.stores, self.tensor = Started(), Started(), Started()
+        self.loads = False  # from tensor memory, not waited for
         self.sums: dict[tuple[str, ...], Sums] = {}  # in flight, by their registers
 
 
@@ -275,7 +285,7 @@ class Machine:
         while True:
             running = [w for w in warps if w.alive.any()]
             ready = [w for w in running if w.waiting is None or w.waiting()]
-            loose = [started for w in warps for started in (w.products, w.stores) if started.operations]
+            loose = [started for w in warps for started in (w.products, w.stores, w.tensor) if started.operations]
             if not running and not self.copies and not loose:
                 break
             choices = len(ready) + len(self.copies) + len(loose)
@@ -292,6 +302,8 @@ class Machine:
         for block in self.blocks:
             if any(b.bytes or b.pending != b.count for b in block.barriers.values()):
                 raise PtxError(f"block {block.index} ends with an mbarrier in the middle of a phase")
+            if block.allocated:
+                raise PtxError(f"block {block.index} ends with {block.allocated} columns of tensor memory")
 
     def go(self, warp: Warp, steps: int) -> None:
         """Up to so many instructions, or until the warp has to wait. Lanes that are behind go first, so that branches meet again."""
@@ -336,7 +348,7 @@ class Machine:
             bits = np.array([int(text[2:], 16)], np.uint32)
             value = bits.view(np.float32)[0] if np.dtype(kind) == np.float32 else int(bits[0])
         elif text == "__dynamic_shmem__0":
-            value = SHARED_BASE
+            return lambda warp: np.full(32, warp.block.rank << RANK_BIT | SHARED_BASE).astype(kind)
         elif text in self.names:
             value = self.names[text]
         elif re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", text):
@@ -377,10 +389,10 @@ class Machine:
 
     def shared(self, warp: Warp, address: int) -> tuple[Block, int]:
         """The block and the offset that a shared address means."""
-        rank, offset = address >> RANK_BIT, address & ((1 << RANK_BIT) - 1)
-        if rank > len(self.blocks):
-            raise PtxError(f"shared memory of block {rank - 1} of a cluster of {len(self.blocks)}")
-        return (self.blocks[rank - 1] if rank else warp.block), int(offset)
+        rank, offset = address >> RANK_BIT, address & OFFSET
+        if rank >= len(self.blocks):
+            raise PtxError(f"shared memory of block {rank} of a cluster of {len(self.blocks)}")
+        return self.blocks[rank], int(offset)
 
     def shared_range(self, block: Block, places, what: str) -> None:
         low, high = int(np.min(places)), int(np.max(places))
@@ -559,7 +571,7 @@ class Machine:
                 block, _ = self.shared(warp, int(addresses[0]))
                 if any(self.shared(warp, int(a))[0] is not block for a in addresses):
                     raise PtxError("one instruction, shared memory of several blocks")
-                index = places & ((1 << RANK_BIT) - 1)
+                index = places & OFFSET
             if loads:
                 got = (data[index] if space == "global" else self.read_shared(block, index)).view(numpy_kind)
                 for i, name in enumerate(names):
@@ -579,7 +591,7 @@ class Machine:
         sources = [self.read(s.strip(), np.uint32) for s in instruction.operands[1][1:-1].split(",")]
 
         def do(warp, mask):
-            rows = at(warp).reshape(4, 8)  # lane 8 j + i: row i of matrix j
+            rows = (at(warp) & OFFSET).reshape(4, 8)  # lane 8 j + i: row i of matrix j
             for j, source in enumerate(sources):
                 pairs = source(warp).view(np.uint8).reshape(8, 16)  # lane 4 i + q: bytes 4 q of row i
                 self.write_shared(warp.block, rows[j][:, None] + np.arange(16), pairs)
@@ -592,7 +604,7 @@ class Machine:
         def do(warp, mask):
             if (rank(warp)[mask] >= len(self.blocks)).any():
                 raise PtxError(f"a block that a cluster of {len(self.blocks)} does not have")
-            self.write(warp, target, address(warp) | rank(warp) + 1 << RANK_BIT, mask)
+            self.write(warp, target, address(warp) & np.uint32(OFFSET) | rank(warp) << RANK_BIT, mask)
         return do
 
     # ---- barriers
@@ -608,13 +620,15 @@ class Machine:
 
         def do(warp, mask):
             for lane in np.flatnonzero(mask):
-                warp.block.barriers[int(at(warp)[lane])] = Barrier(int(count(warp)[lane]))
+                warp.block.barriers[int(at(warp)[lane]) & OFFSET] = Barrier(int(count(warp)[lane]))
         return do
 
     def mbarrier_arrive(self, instruction: Instruction, expects: str):
         at, count = self.address(instruction.operands[1]), self.read(instruction.operands[2], np.uint32)
 
         def do(warp, mask):
+            if warp.loads:
+                raise PtxError("an arrival, and loads from tensor memory that are not waited for")
             for lane in np.flatnonzero(mask):
                 barrier, value = self.barrier_at(warp, int(at(warp)[lane])), int(count(warp)[lane])
                 barrier.change(1, expected=value) if expects else barrier.change(value)
@@ -671,7 +685,7 @@ class Machine:
             return self.map_at(int(address(warp)[lane])), tuple(int(p(warp)[lane]) for p in places)
         return at
 
-    def tma_load(self, instruction: Instruction, multicast: str):
+    def tma_load(self, instruction: Instruction, multicast: str, pair: str):
         to, box, bar, *blocks = instruction.operands
         to, box, bar = self.address(to), self.coordinates(box), self.address(bar)
         blocks = self.read(blocks[0], np.uint16) if multicast else None
@@ -679,7 +693,9 @@ class Machine:
         def do(warp, mask):
             for lane in np.flatnonzero(mask):
                 tensor_map, first = box(warp, lane)
-                target, barrier = int(to(warp)[lane]), int(bar(warp)[lane])
+                target, (signalled, barrier) = int(to(warp)[lane]) & OFFSET, self.shared(warp, int(bar(warp)[lane]))
+                if signalled is not warp.block and not pair:
+                    raise PtxError("a copy that signals another block's mbarrier")
                 if target % (1024 if tensor_map.swizzled else 128):
                     raise PtxError(f"a box to byte {target}, which no tile of the swizzle starts at")
                 ranks = [r for r in range(16) if int(blocks(warp)[lane]) >> r & 1] if multicast else [warp.block.rank]
@@ -687,10 +703,11 @@ class Machine:
                     block, places = self.blocks[rank], tensor_map.shared(target)
                     self.shared_range(block, places, "a box")
                     block.written[places] = False
-                    self.copies.append(functools.partial(self.bring, block, places, tensor_map, first, barrier))
+                    told = (block if multicast else signalled).barriers[barrier]
+                    self.copies.append(functools.partial(self.bring, block, places, tensor_map, first, told))
         return do
 
-    def bring(self, block: Block, places: np.ndarray, tensor_map: TensorMap, first: tuple[int, ...], barrier: int) -> None:
+    def bring(self, block: Block, places: np.ndarray, tensor_map: TensorMap, first: tuple[int, ...], barrier: Barrier) -> None:
         """A box from global memory, zeros where it lies outside of the tensor; the barrier learns of its bytes."""
         addresses, inside = tensor_map.places(first)
         data = np.zeros(len(places), np.uint8)
@@ -698,7 +715,7 @@ class Machine:
             tensor, index = self.global_bytes(addresses[inside], False)
             data[inside] = tensor[index]
         self.write_shared(block, places, data)
-        block.barriers[barrier].change(come=tensor_map.box_bytes)
+        barrier.change(come=tensor_map.box_bytes)
 
     def tma_store(self, instruction: Instruction):
         box, of = self.coordinates(instruction.operands[0]), self.address(instruction.operands[1])
@@ -706,7 +723,8 @@ class Machine:
         def do(warp, mask):
             for lane in np.flatnonzero(mask):
                 tensor_map, first = box(warp, lane)
-                warp.stores.start(functools.partial(self.take, warp.block, tensor_map.shared(int(of(warp)[lane])), tensor_map, first))
+                places = tensor_map.shared(int(of(warp)[lane]) & OFFSET)
+                warp.stores.start(functools.partial(self.take, warp.block, places, tensor_map, first))
         return do
 
     def take(self, block: Block, places: np.ndarray, tensor_map: TensorMap, first: tuple[int, ...]) -> None:
@@ -774,6 +792,180 @@ class Machine:
                     del warp.sums[names]
         return do
 
+    # ---- tensor memory
+
+    def tensor_blocks(self, warp: Warp, group: str) -> list[Block]:
+        """The blocks that an instruction of a cta_group is for. The first one of a pair starts what both do."""
+        if group == "1":
+            return [warp.block]
+        if len(self.blocks) != 2:
+            raise PtxError(f"a pair in a cluster of {len(self.blocks)}")
+        return self.blocks
+
+    def tensor_alloc(self, instruction: Instruction, group: str):
+        at, count = self.address(instruction.operands[0]), self.read(instruction.operands[1], np.uint32)
+
+        def do(warp, mask):
+            block = warp.block
+            if block.allocated:
+                raise PtxError("a second allocation of tensor memory, which may wait for ever")
+            block.allocated = int(count(warp)[0])
+            self.tensor_blocks(warp, group)
+            self.write_shared(block, (int(at(warp)[0]) & OFFSET) + np.arange(4), np.zeros(4, np.uint8))
+        return do
+
+    def tensor_free(self, instruction: Instruction, group: str):
+        address, count = (self.read(o, np.uint32) for o in instruction.operands)
+
+        def do(warp, mask):
+            for block in self.tensor_blocks(warp, group):
+                if block.in_flight.any():
+                    raise PtxError("tensor memory is freed while products or copies are on their way to it")
+            if (int(address(warp)[0]), int(count(warp)[0])) != (0, warp.block.allocated):
+                raise PtxError("other tensor memory is freed than was allocated")
+            warp.block.allocated = 0
+        return do
+
+    def tensor_columns(self, block: Block, address: int, count: int) -> slice:
+        first = address & 0xFFFF
+        if first + count > block.allocated:
+            raise PtxError(f"columns {first} to {first + count - 1} of tensor memory, of which {block.allocated} are allocated")
+        return slice(first, first + count)
+
+    def start_tensor(self, warp: Warp, blocks: list[Block], address: int, columns: int, operation) -> None:
+        """`operation` writes these columns of these blocks, after all that the warp has started before."""
+        if address >> 16:
+            raise PtxError(f"a product or copy to lane {address >> 16} of tensor memory")
+        places = [(block, self.tensor_columns(block, address, columns)) for block in blocks]
+        for block, place in places:
+            block.in_flight[place] += 1
+
+        def happen():
+            operation()
+            for block, place in places:
+                block.in_flight[place] -= 1
+        warp.tensor.start(happen)
+
+    def single(self, warp: Warp, mask: np.ndarray) -> int:
+        lanes = np.flatnonzero(mask)
+        if len(lanes) != 1:
+            raise PtxError(f"{len(lanes)} threads start what one should")
+        return int(lanes[0])
+
+    def tensor_copy(self, instruction: Instruction, group: str):
+        """32 rows of 16 bytes, no swizzle, to four columns, the same for each 32 lanes."""
+        to, descriptor = self.address(instruction.operands[0]), self.read(instruction.operands[1], np.uint64)
+
+        def do(warp, mask):
+            lane = self.single(warp, mask)
+            address, source = int(to(warp)[lane]), int(descriptor(warp)[lane])
+            start, _ = self.tensor_operand(source, swizzled=False)
+            index = np.arange(32)
+            places = start + (index // 8 * (source >> 32 & 0x3FFF) * 16 + index % 8 * 16)[:, None] + np.arange(16)
+            blocks = self.tensor_blocks(warp, group)
+
+            def copy():
+                for block in blocks:
+                    place = self.tensor_columns(block, address, 4)
+                    block.tensor[:, place] = np.tile(self.read_shared(block, places).view("<u4"), (4, 1))
+                    block.tensor_written[:, place] = True
+            self.start_tensor(warp, blocks, address, 4, copy)
+        return do
+
+    @staticmethod
+    def tensor_operand(descriptor: int, swizzled: bool) -> tuple[int, int]:
+        """(where it starts, bytes between groups of 8 rows) of a K-major operand's descriptor."""
+        if descriptor >> 46 & 7 != 1 or descriptor >> 61 != (2 if swizzled else 0) or descriptor >> 49 & 0xFFF:
+            raise PtxError(f"a descriptor that is not of a K-major operand with{'' if swizzled else 'out'} the 128-byte swizzle: "
+                           f"{descriptor:#x}")
+        return (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+
+    def tensor_product(self, instruction: Instruction, group: str):
+        """d = a b^T or d += it, 64 of K, scales of 16: those of row r in lane r % 32 of column r / 32. A pair's upper block has the first
+        128 rows of a and d and the first half of b's, and each has the scales of its rows of a and of all of b."""
+        d, a_scales, b_scales = (self.address(instruction.operands[i]) for i in (0, 4, 5))
+        a, b = (self.read(o, np.uint64) for o in instruction.operands[1:3])
+        shape, add = self.read(instruction.operands[3], np.uint32), self.read(instruction.operands[6], bool)
+
+        def do(warp, mask):
+            lane = self.single(warp, mask)
+            to, left, right, bits, keep = (int(v(warp)[lane]) for v in (d, a, b, shape, add))
+            of_a, of_b = int(a_scales(warp)[lane]), int(b_scales(warp)[lane])
+            blocks = self.tensor_blocks(warp, group)
+            columns, rows = (bits >> 17 & 63) * 8, (bits >> 27 & 3) * 128
+            if bits & ~(63 << 17 | 3 << 27) != NVFP4_SHAPE or not 16 <= columns <= 256 or rows != 128 * len(blocks):
+                raise PtxError(f"an instruction descriptor that is not known here: {bits:#x}")
+
+            def multiply():
+                halves = [self.tensor_values(block, right, columns // len(blocks)) for block in blocks]
+                values = np.concatenate(halves)
+                for block in blocks:
+                    x = self.tensor_values(block, left, 128) * self.tensor_scales(block, of_a, 128)
+                    w = values * self.tensor_scales(block, of_b, columns)
+                    place = self.tensor_columns(block, to, columns)
+                    sums = x @ w.T
+                    if keep:
+                        if not block.tensor_written[:, place].all():
+                            raise PtxError("a product that adds to tensor memory that is not written")
+                        sums += block.tensor[:, place].view(np.float32)
+                    block.tensor[:, place], block.tensor_written[:, place] = sums.astype(np.float32).view(np.uint32), True
+            self.start_tensor(warp, blocks, to, columns, multiply)
+        return do
+
+    def tensor_values(self, block: Block, descriptor: int, rows: int) -> np.ndarray:
+        """e2m1 [rows, 64] as the descriptor says."""
+        start, group = self.tensor_operand(descriptor, swizzled=True)
+        index = np.arange(rows)
+        raw = self.read_shared(block, mixed(start + (index // 8 * group + index % 8 * 128)[:, None] + np.arange(32)))
+        return E2M1[np.stack((raw & 15, raw >> 4), -1).reshape(rows, 64)]
+
+    def tensor_scales(self, block: Block, address: int, rows: int) -> np.ndarray:
+        """e4m3 [rows, 4] in tensor memory, each for 16 columns of 64. Their sign counts not."""
+        place = self.tensor_columns(block, address, -(-rows // 32))
+        if not block.tensor_written[:32, place].all():
+            raise PtxError("scales in tensor memory that are not written")
+        words = np.ascontiguousarray(block.tensor[:32, place].T).reshape(-1, 1)[:rows]
+        return E4M3[words.view(np.uint8) & 127].repeat(16, 1)
+
+    def tensor_commit(self, instruction: Instruction, group: str, multicast: str):
+        at = self.address(instruction.operands[0])
+        ranks = self.read(instruction.operands[1], np.uint16) if multicast else None
+
+        def do(warp, mask):
+            lane = self.single(warp, mask)
+            self.tensor_blocks(warp, group)
+            block, offset = self.shared(warp, int(at(warp)[lane]))
+            blocks = [b for b in self.blocks if int(ranks(warp)[lane]) >> b.rank & 1] if multicast else [block]
+            barriers = [b.barriers[offset] for b in blocks]
+
+            def arrive():
+                for barrier in barriers:
+                    barrier.change(1)
+            warp.tensor.start(arrive)
+        return do
+
+    def tensor_load(self, instruction: Instruction, count: str):
+        names, at = [n.strip() for n in instruction.operands[0][1:-1].split(",")], self.address(instruction.operands[1])
+
+        def do(warp, mask):
+            address = int(at(warp)[0])
+            place, first = self.tensor_columns(warp.block, address, int(count)), address >> 16
+            if first != 32 * (warp.number % 4):
+                raise PtxError(f"warp {warp.number} reads tensor memory from lane {first} on")
+            if warp.block.in_flight[place].any():
+                raise PtxError("a read of tensor memory that products or copies are on their way to")
+            if not warp.block.tensor_written[first:first + 32, place].all():
+                raise PtxError("a read of tensor memory that is not written")
+            warp.loads = True
+            for name, value in zip(names, warp.block.tensor[first:first + 32, place].T, strict=True):
+                self.write(warp, name, np.ascontiguousarray(value), mask)
+        return do
+
+    def wait_tensor_loads(self, instruction: Instruction):
+        def do(warp, mask):
+            warp.loads = False
+        return do
+
     def operand(self, block: Block, descriptor: int, first: int, rows: int, kind: str) -> np.ndarray:
         """Rows of 32 bytes along K, as the descriptor says: 128-byte swizzle, groups of 8 rows 1,024 bytes apart or as given."""
         if descriptor >> 62 != 1 or descriptor >> 49 & 7:
@@ -795,6 +987,13 @@ class Machine:
         (r"cvt\.(s64|u64|u32|s32)\.(s32|u32|u64|s64)", convert),
         (r"cvt\.rn\.bf16(x2)?\.f32", round_bf16),
         (r"cvta\.(?:param|shared|to\.shared::cluster)\.u64", same),
+        (r"tcgen05\.alloc\.cta_group::([12])\.sync\.aligned\.shared::cta\.b32", tensor_alloc),
+        (r"tcgen05\.dealloc\.cta_group::([12])\.sync\.aligned\.b32", tensor_free),
+        (r"tcgen05\.cp\.cta_group::([12])\.32x128b\.warpx4", tensor_copy),
+        (r"tcgen05\.mma\.cta_group::([12])\.kind::mxf4nvf4\.block_scale\.block16\.collector::a::discard", tensor_product),
+        (r"tcgen05\.commit\.cta_group::([12])\.mbarrier::arrive::one\.shared::cluster(\.multicast::cluster)?\.b64", tensor_commit),
+        (r"tcgen05\.ld\.sync\.aligned\.32x32b\.x(\d+)\.b32", tensor_load),
+        (r"tcgen05\.wait::ld\.sync\.aligned", wait_tensor_loads),
         (r"bra(?:\.uni)?", branch),
         (r"ret", end),
         (r"shfl\.sync\.idx\.b32", shuffle),
@@ -810,14 +1009,15 @@ class Machine:
         (r"barrier\.cluster\.arrive", cluster_arrive),
         (r"barrier\.cluster\.wait", cluster_wait),
         (r"cp\.async\.bulk\.tensor\.[23]d\.shared::(?:cta|cluster)\.global\.tile\.mbarrier::complete_tx::bytes(\.multicast::cluster)?"
-         r"\.L2::cache_hint", tma_load),
+         r"\.L2::cache_hint(\.cta_group::2)?", tma_load),
         (r"cp\.async\.bulk\.tensor\.[23]d\.global\.shared::cta\.tile\.bulk_group\.L2::cache_hint", tma_store),
         (r"cp\.async\.bulk\.commit_group", commit_stores),
         (r"cp\.async\.bulk\.wait_group\.read", wait_stores),
         (r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|32)\.f32\.(bf16|e4m3)\.(?:bf16|e4m3)", wgmma),
         (r"wgmma\.commit_group\.sync\.aligned", commit_products),
         (r"wgmma\.wait_group\.sync\.aligned", wait_products),
-        (r"fence\..*|wgmma\.fence.*|setmaxnreg.*|prefetch\.tensormap|bar\.warp\.sync", nothing),
+        (r"(?:tcgen05\.)?fence.*|tcgen05\.relinquish_alloc_permit.*|wgmma\.fence.*|setmaxnreg.*|prefetch\.tensormap|bar\.warp\.sync",
+         nothing),
     ]
 
 
@@ -837,3 +1037,4 @@ def e4m3() -> np.ndarray:
 
 
 E4M3 = e4m3()
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

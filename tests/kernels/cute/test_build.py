@@ -102,8 +102,12 @@ def test_without_the_dsl_one_line_says_what_to_install(nvcc, cache, no_child, mo
 
 
 def test_refusals(cache, no_child, capsys):
-    with pytest.raises(UserError, match="the CuTeDSL GEMMs are for sm_90a, found 'sm_80'"):
-        build.build(TILE, "sm_80")
+    with pytest.raises(UserError, match="gemm_bf16_64x128 is for sm_90a, found 'sm_100a': run with --backend torch"):
+        build.build(TILE, "sm_100a")
+    with pytest.raises(UserError, match="gemm_nvfp4_128x128 is for sm_100a and sm_103a, found 'sm_90a'"):
+        build.build_ahead(TILES, "sm_90a")
+    with pytest.raises(SystemExit):
+        build.main(["--arch", "sm_80"])
     assert build.main(["gemm_fp4"]) == 2
     assert "expected names out of" in capsys.readouterr().err
     assert not cache.exists()

@@ -10,24 +10,55 @@ import torch
 
 from dsv4.kernels.cute import build
 from dsv4.kernels.cute.gemm import KERNELS
-from dsv4.kernels.cute.tiles import COLUMNS_OUT, TILES, TURN
+from dsv4.kernels.cute.tiles import ARCHITECTURES, COLUMNS_OUT, STEPS, TILES, TURN
 from dsv4.kernels.launch import OUT, Kernel
 
 from ...emulator.emulator import machine, needs_gxx
-from .emulate import ARCH, emulated_kernel
+from .emulate import emulated_kernel
 
+ARCH = "sm_90a"
+HOPPER, NVFP4 = [t for t in TILES if t.kind != "nvfp4"], [t for t in TILES if t.kind == "nvfp4"]
 INSTRUCTION = {"bf16": "m64n{}k16.f32.bf16.bf16", "e4m3": "m64n{}k32.f32.e4m3.e4m3"}
 
 
-@pytest.fixture(params=TILES, ids=lambda tile: tile.name)
+@pytest.fixture(params=HOPPER, ids=lambda tile: tile.name)
 def tile(request, dsl):
     return built(request.param)
 
 
+@pytest.fixture(params=[(t, arch) for arch in ARCHITECTURES["nvfp4"] for t in NVFP4], ids=lambda p: f"{p[0].name}-{p[1]}")
+def nvfp4(request, dsl):
+    tile, arch = request.param
+    if arch == ARCHITECTURES["nvfp4"][0]:
+        return built(tile), arch
+    build.build_ahead(NVFP4, arch)  # by one child process
+    return tile, arch
+
+
 def built(tile):
     emulated_kernel(tile)  # which makes the object too, so that it is compiled once for all tests
-    build.build(tile, ARCH)
+    build.build(tile, ARCHITECTURES[tile.kind][0])
     return tile
+
+
+def ptxas(nvcc, tmp_path, ptx, arch):
+    """What it says about registers, spills and the rest."""
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    done = subprocess.run([nvcc.path, "-cubin", "-gencode", f"arch=compute_{arch[3:]},code={arch}", "-Xptxas", "-v", str(source), "-o",
+                           str(tmp_path / "kernel.cubin")], capture_output=True, text=True)
+    if "Unsupported .version" in done.stderr:
+        pytest.skip("this ptxas is older than the PTX")
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def encodings():
+    """Those of encodings.cu."""
+    out = torch.empty(10, dtype=torch.int32)
+    assert machine(Path(__file__).parent / "encodings.cu", False).run(Kernel("encodings", {"out": OUT}), [out]) == 0
+    halves = [int(v) for v in out.long() % 2**32]
+    return [low + (high << 32) for low, high in zip(halves[::2], halves[1::2], strict=True)]
 
 
 def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
@@ -56,25 +87,16 @@ def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
 
 def test_products_run_without_waiting_for_each_other(tile, nvcc, tmp_path):
     """ptxas puts a wait behind each wgmma where it cannot follow the sums, and says so (C75..)."""
-    source = tmp_path / "kernel.ptx"
-    source.write_text(build.report(tile, ARCH).ptx)
-    done = subprocess.run([nvcc.path, "-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", str(source), "-o",
-                           str(tmp_path / "kernel.cubin")], capture_output=True, text=True)
-    if "Unsupported .version" in done.stderr:
-        pytest.skip("this ptxas is older than the PTX")
-    assert done.returncode == 0, done.stderr
-    assert "Used" in done.stderr and "C75" not in done.stderr and "wgmma" not in done.stderr, done.stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    said = ptxas(nvcc, tmp_path, build.report(tile, ARCH).ptx, ARCH)
+    assert "Used" in said and "C75" not in said and "wgmma" not in said, said
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
 
 
 @needs_gxx
 def test_descriptors_are_those_that_the_emulator_decodes(tile):
     """The bits around the address; test_gemm.py runs what they point to."""
-    out = torch.empty(2, dtype=torch.int32)
-    assert machine(Path(__file__).parent / "encodings.cu", False).run(Kernel("encodings", {"out": OUT}), [out]) == 0
-    low, high = (int(v) for v in out.long() % 2**32)
     constants = re.findall(r"or\.b64 \s*%rd\d+, %rd\d+, (\d{15,});", build.report(tile, ARCH).ptx)
-    assert len(constants) >= 2 and set(constants) == {str(low + (high << 32))}  # x and w
+    assert len(constants) >= 2 and set(constants) == {str(encodings()[0])}  # x and w
 
 
 def test_object_has_the_function_and_loads_without_a_gpu(tile):
@@ -84,8 +106,53 @@ def test_object_has_the_function_and_loads_without_a_gpu(tile):
 def test_serialized_products_would_be_seen(dsl, nvcc, tmp_path):
     """Reading a sum while its product is in flight."""
     ptx = build.report(built(TILES[0]), ARCH).ptx
-    source = tmp_path / "kernel.ptx"
-    source.write_text(re.sub(r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;", ptx))
-    done = subprocess.run([nvcc.path, "-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", str(source), "-o",
-                           str(tmp_path / "kernel.cubin")], capture_output=True, text=True)
-    assert "C75" in done.stderr or "Unsupported .version" in done.stderr
+    said = ptxas(nvcc, tmp_path, re.sub(r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;", ptx), ARCH)
+    assert "C75" in said
+
+
+def test_nvfp4_compiles_to_the_tensor_cores_and_the_copy_engine(nvfp4):
+    tile, arch = nvfp4
+    report = build.report(tile, arch)
+    ptx, group = report.ptx, f"cta_group::{tile.cluster}"
+    assert report.stack == 0 and ".local" not in ptx
+    assert report.registers * 192 <= 65536 and ".reqntid 192," in ptx and f".target {arch}" in ptx
+    assert set(re.findall(r"cta_group::\d", ptx)) == {group}
+
+    products = re.findall(r"tcgen05\.mma\.\S+", ptx)
+    assert set(products) == {f"tcgen05.mma.{group}.kind::mxf4nvf4.block_scale.block16.collector::a::discard"} and len(products) == STEPS
+    assert len(re.findall(r"tcgen05\.cp\.cta_group::\d\.32x128b\.warpx4", ptx)) == (1 + tile.columns // 128) * STEPS
+    assert len(re.findall(r"tcgen05\.commit\S+", ptx)) == 2 == len(re.findall(r"tcgen05\.(?:alloc|dealloc)\S+", ptx))
+    assert len(re.findall(r"tcgen05\.commit\S+multicast::cluster", ptx)) == (2 if tile.cluster == 2 else 0)
+
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::\w+\.global\S*", ptx)
+    assert sorted(loads) == ["2", "2", "3", "3"] and "multicast::cluster.L2" not in ptx
+    parts = tile.columns // COLUMNS_OUT
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", ptx)) == parts
+    assert len(re.findall(r"tcgen05\.ld\.sync\.aligned\.32x32b\.x64", ptx)) == parts == ptx.count("tcgen05.wait::ld")
+    assert f", {tile.stage_bytes * tile.cluster};" in ptx  # what a stage's barrier expects, of a pair that of both
+    # Operands and output pass through the copy engine alone, but for a row's scale; and sums are handed on between fences.
+    assert len(re.findall(r"ld\.global", ptx)) == 1 and "st.global" not in ptx
+    assert ptx.count("tcgen05.fence::before_thread_sync") == 3 and ptx.count("tcgen05.fence::after_thread_sync") == 5
+
+
+def test_nvfp4_does_not_spill(nvfp4, nvcc, tmp_path):
+    """By this nvcc's ptxas too, which is not the DSL's."""
+    tile, arch = nvfp4
+    said = ptxas(nvcc, tmp_path, build.report(tile, arch).ptx, arch)
+    assert "Used" in said and "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said
+
+
+@needs_gxx
+def test_nvfp4_descriptors_are_those_that_the_emulator_decodes(nvfp4):
+    """Operands, scales, instruction. Of a pair's the emulator has none: there the product has 256 rows, in bits 27 and 28."""
+    tile, arch = nvfp4
+    ptx, (_, values, scales, *shapes) = build.report(tile, arch).ptx, encodings()
+    constants = re.findall(r"or\.b64 \s*%rd\d+, %rd\d+, (\d{12,});", ptx)
+    assert sorted(constants) == sorted([str(values), str(scales)] * 2)  # of x and w
+    shape = shapes[tile.columns // 256] + (tile.cluster - 1 << 27)
+    assert set(re.findall(r"or\.b32 \s*%r\d+, %r\d+, (\d{8,});", ptx)) == {str(shape)}
+
+
+def test_nvfp4_object_has_the_function_and_loads_without_a_gpu(nvfp4):
+    tile, arch = nvfp4
+    KERNELS[tile].bind(ctypes.CDLL(str(build.build(tile, arch))))

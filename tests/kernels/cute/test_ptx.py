@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.kernels.cute.gemm import KERNELS, gemm
+from dsv4.formats import e2m1_to_float
+from dsv4.kernels.cute.gemm import KERNELS, gemm, gemm_nvfp4
 from dsv4.kernels.cute.tiles import Tile
 from dsv4.kernels.launch import OUT
+from dsv4.kernels.layouts import nvfp4_operand
+from dsv4.ops.nvfp4 import nvfp4_linear_ref, to_nvfp4_ref
 
 from ...emulator.emulator import ON_GPU
+from ..weights import any_weight
 from . import emulate, ptx
 from .emulate import emulated, emulated_kernel
 from .ptx import Launch, Machine, Program, PtxError, TensorMap
@@ -18,6 +22,8 @@ from .ptx import Launch, Machine, Program, PtxError, TensorMap
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's interpreter")
 SMALL, LARGE = Tile("bf16", 64, 128), Tile("bf16", 128, 192, cluster=2)
 SPLIT = Tile("bf16", 64, 128, split=2)
+NVFP4, OVERLAPPING = Tile("nvfp4", 128, 128), Tile("nvfp4", 128, 256)
+PAIR = Tile("nvfp4", 128, 128, cluster=2)
 
 
 def test_formats_are_torchs(rng):
@@ -26,6 +32,8 @@ def test_formats_are_torchs(rng):
     x = torch.randn(4096, generator=rng) * torch.exp2(torch.randint(-126, 127, (4096,), generator=rng).float())
     x = torch.cat([x, torch.tensor([0.0, -0.0, float("inf"), 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, float("nan")])])
     assert torch.equal(torch.from_numpy(ptx.bf16(x.numpy()).view(np.int16))[:-1], x.bfloat16().view(torch.int16)[:-1])
+    codes = torch.arange(16, dtype=torch.uint8)
+    assert np.array_equal(ptx.E2M1, e2m1_to_float(codes).double().numpy())
     assert np.isnan((ptx.bf16(x.numpy()).astype(np.uint32) << 16).view(np.float32)[-1])
 
 
@@ -92,6 +100,12 @@ def test_a_tensor_map_is_what_the_host_function_was_given(dsl):
     assert (launch.grid, launch.block, launch.cluster) == ((10, 1, 1), (384, 1, 1), 2)
 
 
+def without_wait(number):
+    """(pattern, replacement): the wait of that number, as they stand in the text of an NVFP4 kernel: empty, free, full, done."""
+    wait, other = r"mbarrier\.try_wait[^;]*;", r"(?:(?!mbarrier\.try_wait).)*"
+    return r"\A(" + f"{other}{wait}" * number + rf"{other}){wait}", r"\1mov.pred P1, -1;"
+
+
 FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("products are not waited for", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;"),
     ("a stage is given back while it is read", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+1;", ""),
@@ -108,6 +122,25 @@ FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("a sum is in the wrong register", SMALL, r"stmatrix(\S+ \[%r\d+\]), \{(%r\d+), (%r\d+),", r"stmatrix\1, {\3, \2,"),
     ("the first product adds to what was there", SMALL, r"setp\.ne\.b32 (\s*%p\d+, %r\d+), 0;(\s+shl)", r"setp.ne.b32 \1, -1;\2"),
     ("an instruction that it does not know", SMALL, r"fence\.proxy", "mystery.proxy"),
+    ("nvfp4: a stage is filled while it is read", NVFP4, *without_wait(0)),
+    ("nvfp4: a tile's sums go where others are read", NVFP4, *without_wait(1)),
+    ("nvfp4: overlapping sums go where others are read", OVERLAPPING, *without_wait(1)),
+    ("nvfp4: a stage is read before it has come", NVFP4, *without_wait(2)),
+    ("nvfp4: sums are read before they are complete", NVFP4, *without_wait(3)),
+    ("nvfp4: sums are given back while they are read", NVFP4, r"tcgen05\.wait::ld\.sync\.aligned;", ""),
+    ("nvfp4: overlapping sums lie too near", OVERLAPPING, r"mad\.lo\.s32 (\s*%r\d+, %r\d+), 208,", r"mad.lo.s32 \1, 176,"),
+    ("nvfp4: scales of two steps in one place", NVFP4, r"add\.s32 (\s*%r\d+, %r\d+), 484;", r"add.s32 \1, 488;"),
+    ("nvfp4: scales at the wrong place in shared memory", NVFP4, r"add\.s32 (\s*%r\d+, %r\d+), 175104;", r"add.s32 \1, 176128;"),
+    ("nvfp4: scales to columns that are not allocated", NVFP4, r"mov\.b32 (\s*%r\d+), 512;", r"mov.b32 \1, 256;"),
+    ("nvfp4: no swizzle in the descriptors", NVFP4, "4611756662049538048", str(4611756662049538048 - (2 << 61))),
+    ("nvfp4: fewer columns in the instruction", NVFP4, "136316032", str(136316032 - (2 << 17))),
+    ("nvfp4: every thread of the warp starts a product", NVFP4, r"@%p\d+ bra \s*\$L__BB0_\d+;(\s+mov\.b64 \s*\{_)", r"\1"),
+    ("nvfp4: tensor memory is not freed", NVFP4, r"tcgen05\.dealloc[^;]*;", ""),
+    ("nvfp4: a buffer is filled while it is stored", OVERLAPPING, r"cp\.async\.bulk\.wait_group\.read\s+\d;", ""),
+    ("nvfp4: a pair's lower block does not hear", PAIR, r"mov\.b16 (\s*%rs\d+), 3;", r"mov.b16 \1, 1;"),
+    ("nvfp4: a pair's lower block tells itself", PAIR, r"and\.b32 (\s*%r\d+, %r\d+), -16777224;", r"and.b32 \1, -8;"),
+    ("nvfp4: a pair's upper block does not wait for the lower one's stage", PAIR, r"mov\.b32 (\s*%r\d+), (57344);", r"mov.b32 \1, 28672;"),
+    ("nvfp4: a pair is one block's instruction", PAIR, "270533760", "136316032"),
 ]
 
 
@@ -117,19 +150,26 @@ def test_planted_faults_are_found(dsl, rng, monkeypatch, tile, pattern, becomes)
     good = emulated_kernel(tile)
     broken = object.__new__(emulate.Emulated)
     broken.__dict__.update(good.__dict__)
-    text, count = re.subn(pattern, becomes, good.ptx)
+    text, count = re.subn(pattern, becomes, good.ptx, flags=re.DOTALL)
     assert count, "the fault is nowhere in this PTX"
     broken.program = Program.parse(text)
     monkeypatch.setattr(emulate, "emulated_kernel", lambda _: broken)
-    x, w = (torch.randn(n, 64 * 11, generator=rng).bfloat16() for n in (140, 200))
     monkeypatch.setattr("dsv4.kernels.cute.gemm.processors", lambda device: 2)
+    if tile.kind == "nvfp4":
+        # Many tiles of one stage or two: a block goes round its stages, its sums and its buffers, and nothing holds it back but barriers.
+        weight = any_weight(rng, "nvfp4", 6 * tile.columns, 272)
+        x, w = to_nvfp4_ref(torch.randn(260, 272, generator=rng), True), nvfp4_operand(weight)
+        run, exact = (lambda: gemm_nvfp4(x, w, tile)), nvfp4_linear_ref(x, w).float()
+    else:
+        x, w = (torch.randn(n, 64 * 11, generator=rng).bfloat16() for n in (140, 200))
+        run, exact = (lambda: gemm(x, w, tile)), x.float() @ w.float().T
     for seed in range(4):
         try:
             with emulated(seed):
-                got = gemm(x, w, tile)
+                got = run()
         except (PtxError, AssertionError):
             return
-        if not ((got.float() - x.float() @ w.float().T).norm() < 0.01 * got.float().norm()):
+        if not ((got.float() - exact).norm() < 0.01 * exact.norm()):
             return
     pytest.fail("went unseen")
 
