@@ -1,4 +1,9 @@
-"""Which tile a product is cut into: the one whose predicted time is the least. Needs neither the DSL nor torch."""
+"""Which tile a product is cut into: the one whose predicted time is the least. Needs neither the DSL nor torch.
+
+The constants of bf16 and e4m3 were fitted to every tile's time at Pro's and Flash's shapes on an H200 (docs/measurements.md has the command
+and how near the choice comes), for the order of the fastest tiles rather than for the times: those predicted for the chosen tiles are 0.81 to 1.19 of the
+measured ones, the lowest where a split product also waits for memory.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,40 @@ import functools
 
 from .tiles import BITS, TILES, Tile
 
-# One multiprocessor of an H200 at its power limit: multiplications and additions a us on the tensor cores, bytes a us that it gets from L2.
-# Guesses, from cuBLAS's 750 and 1,150 TFLOP/s and Triton's 600 with 128 x 128 tiles, until helpers/bench_gemm.py --sweep has measured all.
-# nvfp4: of a B200, from its 9,000 TFLOP/s and 8 TB/s and the same shares of them; no B200 has been measured.
-FLOPS = {"bf16": 6.5e6, "e4m3": 9.6e6, "nvfp4": 45e6}
-L2_BYTES = {"bf16": 75e3, "e4m3": 75e3, "nvfp4": 110e3}
-LOADS_SHARE = 0.2  # of a load's time that it costs even where the tensor cores take longer
-MEMORY_BYTES = {"bf16": 4.2e6, "e4m3": 4.2e6, "nvfp4": 7e6}  # a us, of the whole GPU
-LAUNCH_US, TILE_US, SPLIT_US = 3.0, 0.6, 1.5  # once; a tile's end that nothing hides; meeting the cluster twice and adding up
+# us a stage. Half the tile takes more than half the time, most so with e4m3, whose one warpgroup multiplies and adds in turn.
+STAGE_US = {("bf16", 128, 256): 0.66, ("bf16", 128, 192): 0.50, ("bf16", 128, 128): 0.345, ("bf16", 64, 128): 0.19,
+            ("e4m3", 128, 128): 0.435, ("e4m3", 64, 128): 0.30}
+# nvfp4: guesses for a B200, which nobody has measured, from its 9,000 TFLOP/s and 8 TB/s: additions and multiplications a us of a processor,
+# bytes a us that it gets from L2, and the share of a load's time that is felt where the tensor cores take longer.
+NVFP4_FLOPS, NVFP4_L2_BYTES, LOADS_SHARE = 45e6, 110e3, 0.2
+SHARED_LOADS = {"bf16": 1.01, "e4m3": 1.12}  # times as long in a cluster of 2, which was to save loads from L2: these are not the limit
+MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, "nvfp4": 7e6}  # a us, of the whole GPU
+LAUNCH_US = 2.8
+TILE_US = 0.53  # storing a tile, 128 columns of it; the loads of the next tile go on
+SPLIT_US = 0.57  # meeting a cluster and adding up its sums, a block and 64 rows
+REACH = 0.85  # of the processors, for clusters of 4 and 8, each within a GPC: by their times, 24 and 12 ran at once on 132, 32 and 16 not
+
+
+def stage_us(tile: Tile) -> float:
+    """A stage's products and loads."""
+    if tile.kind == "nvfp4":
+        multiply = 2 * tile.rows * tile.columns * tile.depth / NVFP4_FLOPS
+        load = (tile.rows + tile.columns / tile.cluster) * 128 / NVFP4_L2_BYTES
+        return max(load, multiply + LOADS_SHARE * load)
+    return STAGE_US[tile.kind, tile.rows, tile.columns] * (SHARED_LOADS[tile.kind] if tile.cluster > 1 else 1)
 
 
 def predicted_us(tile: Tile, m: int, n: int, k: int, batch: int, processors: int) -> float:
-    """Waves of tiles, each as long as its tensor cores or its loads take; never less than the operands take from memory."""
-    down = -(-m // (tile.rows * tile.cluster)) * tile.cluster
-    blocks, cluster = down * -(-n // tile.columns) * batch * tile.split, tile.cluster * tile.split
-    waves = -(-blocks // (processors // cluster * cluster))
-    multiply = 2 * tile.rows * tile.columns * tile.depth / FLOPS[tile.kind]
-    load = (tile.rows + tile.columns / tile.cluster) * 128 / L2_BYTES[tile.kind]
-    compute = waves * (tile.block_stages(k) * max(load, multiply + LOADS_SHARE * load) + TILE_US) + (SPLIT_US if tile.split > 1 else 0)
+    """Waves of tiles, each as long as its stages, its end, and, as split blocks do not go on to a next tile, a launch; the last end comes
+    after all loads, which never take less than the operands' bytes from memory."""
+    blocks = tile.cluster * tile.split
+    clusters = -(-m // (tile.rows * tile.cluster)) * -(-n // tile.columns) * batch
+    waves = -(-clusters // (int(processors * (REACH if blocks > 2 else 1)) // blocks))
+    stages = tile.block_stages(k) * stage_us(tile)
+    end = TILE_US * tile.columns / 128 + (SPLIT_US * tile.split * tile.rows / 64 if tile.split > 1 else 0)
+    between = end + (LAUNCH_US if tile.split > 1 else 0)
     memory = batch * ((n + m) * k * BITS[tile.kind] / 8 + 2 * m * n) / MEMORY_BYTES[tile.kind]
-    return LAUNCH_US + max(compute, memory)
+    return LAUNCH_US + max(waves * stages + (waves - 1) * between, memory) + end
 
 
 @functools.lru_cache(maxsize=4096)
