@@ -13,13 +13,17 @@ from dsv4.ops.nvfp4 import nvfp4_linear_ref, to_nvfp4_ref, unpack_nvfp4
 from ...emulator.emulator import ON_GPU
 from .. import compare
 from ..weights import any_weight
-from .emulate import emulated
+from .emulate import emulated, emulated_kernel
+from .ptx import TensorMap
 
 if ON_GPU and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10:
     pytestmark = pytest.mark.skip(reason="this GPU has no NVFP4 tensor cores")
 
 NVFP4 = [t for t in TILES if t.kind == "nvfp4"]
 PAIR = Tile("nvfp4", 128, 256, cluster=2)
+SHAPES = [  # (K, N) of Pro's linear layers, then of Flash's
+    (7168, 1536), (7168, 512), (1536, 65536), (1536, 8192), (4096, 1024), (16384, 7168), (7168, 6144), (3072, 7168), (7168, 384),
+    (4096, 1024), (4096, 512), (1024, 32768), (1024, 8192), (8192, 4096), (4096, 4096), (2048, 4096), (4096, 256)]
 
 
 def ids(tile):
@@ -64,6 +68,31 @@ def test_nvfp4(objects, rng, few_processors, tile):
 def test_small(objects, rng, M, K, N):
     """By the tile that is chosen: less than a block of K, a stage, a row, a tile of scales; edges of tiles of scales within a tile."""
     check(rng, M, K, N)
+
+
+def test_a_real_depth(objects, rng):
+    """Pro's K, 28 stages; one tile."""
+    check(rng, 5, 7168, 136, tile=PAIR)
+
+
+@pytest.mark.skipif(ON_GPU, reason="of what the CPU captures")
+@pytest.mark.parametrize("tile", NVFP4, ids=ids)
+@pytest.mark.parametrize("m", [1, 129, 16384])
+def test_launches_at_the_model_s_shapes(dsl, tile, m):
+    """Every copy's tensor, box and swizzle, and the grid, as the host function makes them."""
+    kernel, at = emulated_kernel(tile), [(i + 1) << 40 for i in range(6)]
+    for k, n in SHAPES:
+        launch = kernel.launch([*at, m, n, k, 148, 0.5])
+        steps, row = k // 64, k // 2
+        x_scale, w_scale = ((128, steps, -(-rows // 128)) for rows in (m, n))
+        assert [TensorMap.decode(p) for p in launch.parameters if len(p) == 128] == [
+            TensorMap(at[0], 1, (row, m), (1, row), (128, 128), True),
+            TensorMap(at[1], 1, (row, n), (1, row), (128, tile.columns // tile.cluster), True),
+            TensorMap(at[2], 4, x_scale, (4, 512, 512 * steps), (128, 4, 1), False),
+            TensorMap(at[3], 4, w_scale, (4, 512, 512 * steps), (128, 4, tile.columns // 128), False),
+            TensorMap(at[5], 2, (n, m), (2, 2 * n), (64, 32), True)]
+        tiles = -(-m // (128 * tile.cluster)) * tile.cluster * -(-n // tile.columns)
+        assert (launch.grid, launch.block, launch.cluster) == ((min(tiles, 148), 1, 1), (192, 1, 1), tile.cluster)
 
 
 def test_every_tile_of_a_tall_product_is_done_once(objects, rng, few_processors):
@@ -124,3 +153,27 @@ def test_refusals(rng, change):
         gemm_nvfp4(*change(x, nvfp4_operand(weight)))
     with pytest.raises(UserError, match="expected tensors on a GPU, found cpu"):
         gemm_nvfp4(x, nvfp4_operand(weight))
+
+
+def check_on(device, M, K, N):
+    """Operands made on the CPU, everything else on `device`: beyond the output's rounding there is no error that counts."""
+    rng = torch.Generator().manual_seed(M)
+    x, weight = inputs(rng, M, K, N)
+    x, operand = x._replace(**{name: getattr(x, name).to(device) for name in ("values", "scales", "row_scales")}), nvfp4_operand(weight)
+    operand = operand._replace(values=operand.values.to(device), scales=operand.scales.to(device))
+    exact = unpack_nvfp4(x).double() @ weight.dequantize().to(device).double().T
+    rounding = (exact.bfloat16().double() - exact).norm()
+    for tile in NVFP4:
+        assert (gemm_nvfp4(x, operand, tile).double() - exact).norm() <= 1.02 * rounding, tile.name
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU: set DSV4_TEST_GPU=1")
+@pytest.mark.parametrize("M,K,N", [(1, 7168, 1536), (128, 7168, 512), (333, 1536, 8192), (2048, 4096, 4096), (4096, 3072, 7168)])
+def test_at_the_model_s_shapes(M, K, N):
+    check_on("cuda", M, K, N)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same without one")
+def test_the_check_of_the_model_s_shapes(dsl):
+    with emulated():
+        check_on("cpu", 130, 512, 264)
