@@ -52,6 +52,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                    help="no folder: random weights of this model at true size, drawn on the devices; the answer is token ids")
     g.add_argument("--synthetic-format", choices=("nvidia", "official", "compressed-tensors", "all-nvfp4"),
                    help="whose export the random weights are like (default: nvidia, which is NVFP4 experts and FP8 attention)")
+    g.add_argument("--past", metavar="N", type=whole(1),
+                   help="with --synthetic: the prompt comes behind N tokens, whose keys are random too and not computed")
     g.add_argument("--inspect", action="store_true", help="print what the checkpoint holds, then stop")
     g.add_argument("--plan", action="store_true", help="print which layer goes on which device and what that takes, then stop")
     g.add_argument("--assume", metavar="8xB200", type=machine, help="with --plan: GPUs that are not here, by name or in GiB (2x96)")
@@ -110,6 +112,11 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             p.error(f"--synthetic does not go with {sources[0]}: random weights have no tokenizer: give --prompt-ids or --random-prompt")
     elif args.synthetic_format:
         p.error("--synthetic-format does not go without --synthetic")
+    if args.past and not args.synthetic:
+        p.error("--past does not go without --synthetic: the keys of a real past are computed from its tokens")
+    for flag, given in (("--dump-logits", args.dump_logits is not None), ("--decode-consistency", args.decode_consistency is not None)):
+        if args.past and given:
+            p.error(f"{flag} does not go with --past: tokens that were not run have no logits")
     if args.random_prompt and args.print_prompt:
         p.error("--print-prompt does not go with --random-prompt: it has no text")
     idle = "--inspect" if args.inspect else "--plan" if args.plan else "--print-prompt" if args.print_prompt else None
@@ -232,6 +239,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     from dsv4.decode import compare_with_prefill, hop_us
     from dsv4.report import planned_bytes, run_line
     from dsv4.sampler import Sampler
+    from dsv4.synthetic import fill
 
     checkpoint, defaults, eos = open_checkpoint(args)
     sampling = choose_sampling(args, defaults)
@@ -258,6 +266,9 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         model.on_layer = interrupt.check
         sampler = Sampler(sampling, ids, checkpoint.config.vocab_size, plan.context, plan.devices[-1].device)
         run = Run(model, sampler, interrupt, keep_logits=args.dump_logits is not None or args.decode_consistency is not None)
+        if args.past:
+            fill(run.cache)
+            run.cache.position = args.past
         run.timing["load_s"] = time.perf_counter() - loading
         logits = run.prefill(ids, plan.chunk)
         run.timing["first_token_s"] = time.perf_counter() - started
@@ -363,10 +374,13 @@ def check_against(args: argparse.Namespace, config, prompt_tokens: int | None) -
     most = config.max_position_embeddings
     context, found = args.context or min(4096, most), ""
     if prompt_tokens is not None:
-        context = args.context or prompt_tokens + args.max_new_tokens
-        found = f" (a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones)"
+        past = args.past or 0
+        context = args.context or past + prompt_tokens + args.max_new_tokens
+        found = f" ({f'{past} tokens of --past, ' * bool(past)}a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones)"
+        prompt_tokens += past
         if prompt_tokens > context:
-            raise UserError(f"--context: expected at least the prompt's {prompt_tokens} tokens, found {context}")
+            before = f"the {past} of --past and " * bool(past)
+            raise UserError(f"--context: expected at least {before}the prompt's {prompt_tokens - past} tokens, found {context}")
     if context > most:
         raise UserError(f"--context: expected at most the model's {most} positions, found {context}{found}: ask for less")
     first, last = args.layers or (0, config.num_hidden_layers)
@@ -459,7 +473,7 @@ class Run:
 
     def prefill(self, ids: list[int], chunk: int):
         """Reads the prompt in chunks; returns the logits after its last token."""
-        start, logits = time.perf_counter(), None
+        start, begun, logits = time.perf_counter(), self.cache.position, None
         try:
             with progress_bar(len(ids), "prefill", "tok", hidden=len(ids) <= chunk) as bar:
                 for i in range(0, len(ids), chunk):
@@ -467,7 +481,7 @@ class Run:
                     logits = self._forward(ids[i : i + chunk], "last" if i + chunk >= len(ids) else "none")
                     bar.update(min(chunk, len(ids) - i))
         finally:
-            tokens, seconds = self.cache.position, time.perf_counter() - start
+            tokens, seconds = self.cache.position - begun, time.perf_counter() - start
             self.timing |= {"prefill_s": seconds, "prefill_tokens": tokens, "prefill_tokens_per_s": tokens / seconds}
         return logits
 

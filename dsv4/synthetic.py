@@ -14,6 +14,7 @@ from collections import Counter
 
 import torch
 
+from .cache import Cache
 from .checkpoint import Need, Stored, family, needs_of_layer, needs_outside_layers
 from .config import ModelConfig
 from .drawing import draw_linear, draw_tensor, generator_of
@@ -101,3 +102,22 @@ class SyntheticCheckpoint:
         """As it would lie in a file: what Checkpoint counts, which is payload, scales and global scale."""
         counted = stored_as(need, self.config, self.format).items()
         return sum(math.prod(shape) * dtype.itemsize for suffix, (dtype, shape) in counted if not suffix.startswith(".input_"))
+
+
+def fill(cache: Cache, seed: int = 0) -> None:
+    """Random keys everywhere in a cache, as if tokens had been read: what is attended and selected must not be a row of zeros. The same
+    keys however the layers are split over GPUs."""
+    for number, layer in cache.layers.items():
+        parts = {"window": layer.window} | {name: part.entries for name, part in (("main", layer.main), ("index", layer.index)) if part}
+        for name, rows in parts.items():
+            packed = not isinstance(rows, torch.Tensor)
+            values = rows[0] if packed else rows
+            generator = generator_of(seed, f"cache {number} {name}", values.device)
+            if not packed:
+                rows.normal_(generator=generator)
+                continue
+            values.random_(0, 0x58, generator=generator)  # e4m3 up to 8, the upper byte of a bf16 below 2^49: finite in both
+            if len(values) and len(values[0]) > 512:
+                rotary = torch.randn(len(values), 64, device=values.device, dtype=torch.bfloat16, generator=generator)
+                values[:, 448:] = rotary.view(torch.uint8)
+            rows[1].random_(125, 129, generator=generator)

@@ -36,7 +36,7 @@ from dsv4.layers.step import Step  # noqa: E402
 from dsv4.model import Model  # noqa: E402
 from dsv4.plan import DevicePlan, Plan  # noqa: E402
 from dsv4.sampler import Sampler, Sampling  # noqa: E402
-from dsv4.synthetic import SyntheticCheckpoint  # noqa: E402
+from dsv4.synthetic import SyntheticCheckpoint, fill  # noqa: E402
 from helpers import replayed, timing  # noqa: E402
 from helpers.replayed import Recorded, bf16_products, cold, recording, storages  # noqa: E402
 from helpers.timing import Call, graph_of, kernels_of, launches, measured, shares_of_kernels  # noqa: E402
@@ -161,7 +161,7 @@ class Bench:
         """Goes to the end of another context: new caches."""
         self.cache = None  # before the next one is there
         self.context, self.cache = context, self.model.new_cache(context)
-        self._fill()
+        fill(self.cache)
 
     def _kinds(self) -> dict[str, list[int]]:
         """Kind -> layers that stand for it: as many as it takes for COLD bytes a round, with a learned router where there are such."""
@@ -174,20 +174,6 @@ class Bench:
             read = sum(step_bytes(self.checkpoint, layers[0], self.tokens, self.tokens).values())
             chosen[kind] = layers[: max(2, math.ceil(replayed.COLD / read))]
         return chosen
-
-    def _fill(self) -> None:
-        """Random keys everywhere: what is attended and selected must not be a row of zeros."""
-        for cache in self.cache.layers.values():
-            keys = [cache.window] + [part.entries for part in (cache.main, cache.index) if part]
-            for rows in keys:
-                if isinstance(rows, torch.Tensor):
-                    rows.normal_()
-                    continue
-                values, scales = rows
-                values.random_(0, 0x58)  # e4m3 up to 8, the upper byte of a bf16 below 2^49: finite in both
-                if len(values[0]) > 512:
-                    values[:, 448:] = torch.randn(len(values), 64, device=values.device, dtype=torch.bfloat16).view(torch.uint8)
-                scales.random_(125, 129)
 
     def cases(self, kind: str) -> list[Case]:
         return cases(self.config.compress_ratios[self.kinds[kind][0]], self.context, self.tokens)

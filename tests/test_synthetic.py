@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import single_shot_inference as script
+from dsv4 import ops
+from dsv4.cache import Cache, LayerCache
 from dsv4.config import PRESETS
 from dsv4.exports import FORMATS
 from dsv4.layers import Numerics
 from dsv4.model import Model
 from dsv4.plan import make_plan
-from dsv4.synthetic import SyntheticCheckpoint
+from dsv4.synthetic import SyntheticCheckpoint, fill
 from helpers.make_checkpoint import TRUE_SIZE_FORMATS, write_true_size
 from tests.test_cli import one_line, run  # noqa: F401
 
@@ -110,7 +112,46 @@ def test_the_measured_peak_stands_beside_the_plans(run):  # noqa: F811
     assert abs(least - least_planned) < 64 << 20
 
 
+def test_a_past_that_nobody_ran(run):  # noqa: F811
+    """The step is at the end of it and sees it, though no token of it is run; the same keys every time."""
+    def ids(*argv):
+        code, out, _ = run("--synthetic", "tiny", "--prompt-ids", "5,6", "--max-new-tokens", 6, "--json", *argv)
+        result = json.loads(out)
+        assert code == 0 and len(result["output_ids"]) == 6 and result["timing"]["prefill_tokens"] == 2
+        return result["output_ids"]
+
+    assert ids("--past", 4093) == ids("--past", 4093) != ids()
+    assert run("--synthetic", "tiny", "--prompt-ids", "5,6", "--max-new-tokens", 6, "--past", 1 << 20)[2].startswith(
+        "error: --context: expected at most the model's 1048576 positions, found 1048584 (1048576 tokens of --past, a prompt of 2 tokens")
+
+
+def test_a_filled_cache_has_finite_keys_that_differ():
+    """As the definitions and as the kernels hold them."""
+    for which in ("torch", "cuda"):
+        ops.select_backend(which)
+        try:
+            caches = [Cache({n: LayerCache(PRESETS["tiny"], n, 512, 8, torch.bfloat16, CPU) for n in layers}, 512, 8)
+                      for layers in (range(6), (2, 4))]
+        finally:
+            ops.select_backend("torch")
+        for cache in caches:
+            fill(cache)
+        for layer in caches[0].layers.values():
+            for keys in (layer.window, *(part.entries for part in (layer.main, layer.index) if part)):
+                values = keys if which == "torch" else keys.unpack()
+                assert values.isfinite().all() and len(values.unique(dim=0)) == len(values)
+        for n in (2, 4):  # on its own as among others
+            for a, b in ([c.layers[n].main.entries for c in caches], [c.layers[n].window for c in caches]):
+                a, b = ((a,), (b,)) if which == "torch" else (a, b)
+                assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 @pytest.mark.parametrize("argv, words", [
+    (["--past", "3", "hello"], "--past does not go without --synthetic"),
+    (["--synthetic", "tiny", "--random-prompt", "3", "--past", "3", "--dump-logits", "x"], "--dump-logits does not go with --past"),
+    (["--synthetic", "tiny", "--random-prompt", "3", "--past", "3", "--decode-consistency", "2"], "--decode-consistency does not go with"),
+    (["--synthetic", "tiny", "--random-prompt", "3", "--past", "30", "--context", "32"],
+     "--context: expected at least the 30 of --past and the prompt's 3 tokens, found 32"),
     (["--synthetic", "tiny"], "expected a prompt, found none"),
     (["--synthetic", "tiny", "hello"], "--synthetic does not go with PROMPT: random weights have no tokenizer: give --prompt-ids or "),
     (["--synthetic", "tiny", "--messages", "x"], "--synthetic does not go with --messages"),
