@@ -1,8 +1,8 @@
 """Which tile a product is cut into: the one whose predicted time is the least. Needs neither the DSL nor torch.
 
-The constants of bf16 and e4m3 were fitted to every tile's time at Pro's and Flash's shapes on an H200 (docs/measurements.md has the command
-and how near the choice comes), for the order of the fastest tiles rather than for the times: those predicted for the chosen tiles are 0.81 to 1.19 of the
-measured ones, the lowest where a split product also waits for memory.
+The constants of bf16 and e4m3 were fitted to every tile's time at Pro's and Flash's shapes on an H200 (docs/measurements.md has the
+command and how near the choice comes), for the order of the fastest tiles rather than for the times: those predicted for the chosen tiles
+are 0.81 to 1.19 of the measured ones, the lowest where a split product also waits for memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .tiles import BITS, TILES, Tile
 # us a stage. Half the tile takes more than half the time, most so with e4m3, whose one warpgroup multiplies and adds in turn.
 STAGE_US = {("bf16", 128, 256): 0.66, ("bf16", 128, 192): 0.50, ("bf16", 128, 128): 0.345, ("bf16", 64, 128): 0.19,
             ("e4m3", 128, 128): 0.435, ("e4m3", 64, 128): 0.30}
-# nvfp4: guesses for a B200, which nobody has measured, from its 9,000 TFLOP/s and 8 TB/s: additions and multiplications a us of a processor,
-# bytes a us that it gets from L2, and the share of a load's time that is felt where the tensor cores take longer.
+# nvfp4: guesses for a B200, which nobody has measured, from its 9,000 TFLOP/s and 8 TB/s: additions and multiplications a us of a
+# processor, bytes a us that it gets from L2, and the share of a load's time that is felt where the tensor cores take longer.
 NVFP4_FLOPS, NVFP4_L2_BYTES, LOADS_SHARE = 45e6, 110e3, 0.2
 SHARED_LOADS = {"bf16": 1.01, "e4m3": 1.12}  # times as long in a cluster of 2, which was to save loads from L2: these are not the limit
 MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, "nvfp4": 7e6}  # a us, of the whole GPU
