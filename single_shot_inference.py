@@ -212,6 +212,7 @@ def prompt_ids(args: argparse.Namespace, config, tokenizer, prompt) -> list[int]
     from dsv4.sampler import random_ids
 
     if args.random_prompt is not None:
+        check_against(args, config, args.random_prompt)  # before so many are drawn
         return random_ids(args.random_prompt, config.vocab_size, args.seed or 0)
     ids = args.prompt_ids if prompt is None else encode(tokenizer, prompt)
     try:
@@ -359,8 +360,11 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
 
     left = runtime.free_bytes(torch.device("cpu")) - dump
     if left < 0:
-        raise DoesNotFit(f"--dump-logits: {context} rows of {config.vocab_size} numbers need {dump / 2**30:.2f} GiB of host memory, "
-                         f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or fewer --max-new-tokens")
+        flag, less = "--dump-logits", "fewer --max-new-tokens"
+        if args.decode_consistency:
+            flag, less = "--decode-consistency", "a smaller number"
+        raise DoesNotFit(f"{flag}: {context} rows of {config.vocab_size} numbers need {dump / 2**30:.2f} GiB of host memory, "
+                         f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or {less}")
     tokens = prompt_tokens or context
     chunk = min(args.prefill_chunk, tokens, ops.max_tokens() or tokens)
     wish = Wish(layers, context, chunk, dtype, logit_rows=chunk if dump else 1, dump_rows=rows,

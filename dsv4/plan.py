@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint, Need, Stored, needs_of_layer, needs_outside_
 from .config import ModelConfig
 from .drawing import CHUNK
 from .errors import DoesNotFit
+from .kernels.attention import UNIT, shares_of
 from .kernels.packing import ROWS, packed_shape
 from .machines import GIB, reserved
 from .ops.attention import TILE as ATTENTION_TILE
@@ -427,17 +428,24 @@ def definition_scratch(config: ModelConfig, context: int, tokens: int, logit_row
 
 
 def kernel_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: int) -> int:
-    """What the kernels' wrappers allocate for one layer and the head in a step, all of it together: the projections (fp32), the attention's
-    partial sums, the indexer's scores of every entry, the streams, the logits."""
+    """What the kernels' wrappers allocate in a step and hold at once in the layer that takes the most, and the logits: the projections
+    (fp32), the attention's partial sums (bf16) or before them the indexer's scores of every entry, the sums that mHC's two kernels share,
+    the streams, a block's output in parts."""
     c = config
-    splits = max(1, min(64, 264 // (-(-c.num_attention_heads // 16) * tokens)))  # kernels/attention.py
     queries = c.num_attention_heads * c.head_dim
-    fp32 = c.q_lora_rank + 5 * c.head_dim + queries + c.num_attention_heads * splits * (c.head_dim + 2)
-    if 4 in c.compress_ratios:
-        fp32 += c.index_n_heads * (c.index_head_dim + 1) + 4 * c.index_head_dim + context // 4 + c.index_topk
-    bf16 = queries + c.o_groups * c.o_lora_rank + (3 * c.hc_mult + 4) * c.hidden_size
-    bf16 += (c.num_experts_per_tok + 2) * c.moe_intermediate_size
-    return tokens * (4 * fp32 + 2 * bf16) + 4 * logit_rows * c.vocab_size
+    entries = {0: 0, 4: c.index_topk, 128: context // 128}  # that a token attends to, by ratio
+    most = 0
+    for ratio in {*c.compress_ratios}:
+        units = -(-(c.sliding_window + tokens) // UNIT) - (-entries[ratio] // UNIT)
+        splits = shares_of(units, c.num_attention_heads, tokens)["splits"]
+        layer = splits * (2 * queries + 8 * c.num_attention_heads) + 2 * queries
+        if ratio == 4:  # scores, then attention; the indexer's projections are of one piece with attention's
+            layer = 4 * c.index_topk + max(layer, 4 * (context // 4))
+            layer += 4 * (c.index_n_heads * (c.index_head_dim + 1) + 4 * c.index_head_dim)
+        most = max(most, layer)
+    fp32 = c.q_lora_rank + 5 * c.head_dim + queries + 35 * 128 + 4 * c.hidden_size  # 35 x 128: mHC's sums; 4: the parts
+    bf16 = c.o_groups * c.o_lora_rank + (2 * c.hc_mult + 2) * c.hidden_size
+    return tokens * (4 * fp32 + 2 * bf16 + most) + 4 * logit_rows * c.vocab_size
 
 
 def gib(size: int) -> str:

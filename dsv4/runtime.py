@@ -124,10 +124,10 @@ def _refuse_doubts(checkpoint, layers, machine):
         if kind == "fp8" and (checkpoint.block[0] % 8 or checkpoint.block[1] % 128):
             raise UserError(f"{need.name}: expected FP8 blocks of a multiple of 8 rows and 128 columns, found "
                             f"{checkpoint.block[0]}x{checkpoint.block[1]}{_TORCH}")
-        if need.kind == "routed experts":
-            layer, w = need.name.split(".")[1], need.name[-2:].replace("w3", "w1")
-            if experts.setdefault((layer, w), kind) != kind:
-                raise UserError(f"{need.name}: expected the experts of a layer in one format, {experts[layer, w]}, found {kind}{_TORCH}")
+        if "experts." in need.name:  # the routed ones of a layer alike, and the shared one's w1 and w3
+            group = need.name.split(".")[1], "shared" in need.name, need.name[-2:].replace("w3", "w1")
+            if experts.setdefault(group, kind) != kind:
+                raise UserError(f"{need.name}: expected the experts of a layer in one format, {experts[group]}, found {kind}{_TORCH}")
 
 
 def build_kernels(devices: list[torch.device]) -> None:

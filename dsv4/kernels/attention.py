@@ -8,7 +8,8 @@ from . import MAX_TOKENS
 from .keys import HEAD_DIM, KEY_BYTES, KEY_SCALES, ROPE_DIM, Keys
 from .launch import IN, OUT, WEIGHT, WORK, Kernel, expect
 
-_SMS, _UNIT, _MAX_SPLITS = 132, 16, 64  # of an H200; keys that go to a split together
+UNIT = 16  # keys that go to a split together
+_SMS, _MAX_SPLITS = 132, 64  # of an H200
 
 _attention = Kernel("attention", {
     "q": IN, "sink": WEIGHT, "cos": IN, "sin": IN, "positions": IN, "window_values": IN, "window_scales": IN, "entry_values": IN,
@@ -16,7 +17,7 @@ _attention = Kernel("attention", {
     "window_size": int, "entries": int, "ratio": int, "top_k": int, "splits": int, "block_heads": int, "tile": int, "eps": float})
 
 
-def _shares(units: int, heads: int, tokens: int) -> dict[str, int]:
+def shares_of(units: int, heads: int, tokens: int) -> dict[str, int]:
     """Into how many splits a token's units of 16 keys go, the heads of a block, and how many units it takes at a time.
 
     The less a block does, the sooner it ends; but a split of fewer than 32 keys costs the merge what it saves, and there should be no more
@@ -66,7 +67,7 @@ def attention(q: torch.Tensor, sink: torch.Tensor, cos: torch.Tensor, sin: torch
     q = q.contiguous()
     expect(q.data_ptr() % 16 == 0, "attention", "q 16-byte aligned", q=q)
     bound = 0 if entries is None else len(entries.values) if selected is None else selected.shape[1]
-    shares = _shares(-(-len(window.values) // _UNIT) + -(-bound // _UNIT), H, S)
+    shares = shares_of(-(-len(window.values) // UNIT) + -(-bound // UNIT), H, S)
     out = torch.empty(S, H * HEAD_DIM, dtype=torch.bfloat16, device=q.device)
     _attention(q=q, sink=sink, cos=cos.contiguous(), sin=sin.contiguous(), positions=positions, window_values=window.values,
                window_scales=window.scales, entry_values=entries and entries.values, entry_scales=entries and entries.scales,

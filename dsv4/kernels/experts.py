@@ -51,14 +51,14 @@ def pack_experts(routed: Sequence, shared) -> PackedExperts:
         raise UserError(f"pack_experts: expected 1 to {_MAX_EXPERTS} experts, found {len(routed)}")
     inner, columns = shared.w1.shape
     factors = torch.empty(len(routed) + 1, 3)
-    up_routed, down_routed, formats_routed = _pack(routed, inner, columns, shared.w1.device, factors[:-1])
-    up_shared, down_shared, formats_shared = _pack([shared], inner, columns, shared.w1.device, factors[-1:])
+    up_routed, down_routed, formats_routed = _pack("expert {}", routed, inner, columns, shared.w1.device, factors[:-1])
+    up_shared, down_shared, formats_shared = _pack("the shared expert", [shared], inner, columns, shared.w1.device, factors[-1:])
     formats = formats_shared[0], formats_routed[0], formats_shared[1], formats_routed[1]
     return PackedExperts(up_shared, up_routed, down_shared, down_routed, factors.to(shared.w1.device), formats, columns, inner)
 
 
-def _pack(experts, inner, columns, device, factors):
-    """(w1 with w3, w2, the two formats) of experts of one format; fills their rows of `factors`."""
+def _pack(called, experts, inner, columns, device, factors):
+    """(w1 with w3, w2, the two formats) of experts of one format; fills their rows of `factors`. called: how errors name number {}."""
     shapes, kinds = ((inner, columns), (columns, inner), (inner, columns)), None
     numbers = itertools.count()
     for expert in experts:  # without enumerate, which holds an expert until the next one is there
@@ -70,7 +70,8 @@ def _pack(experts, inner, columns, device, factors):
             down = torch.empty(len(experts), *packed_shape(kinds[1], columns, inner), dtype=torch.uint8, device=device)
         if found != (kinds, shapes):
             raise UserError(f"pack_experts: expected experts of one format, w1 and w3 {list(shapes[0])} alike, w2 {list(shapes[1])}, "
-                            f"found w1, w2, w3 of {', '.join(found[0])} and {', '.join(str(list(s)) for s in found[1])} in expert {i}")
+                            f"found w1, w2, w3 of {', '.join(found[0])} and {', '.join(str(list(s)) for s in found[1])} in "
+                            f"{called.format(i)}")
         _, (factors[i, 0], factors[i, 1]) = pack_pair(expert.w1, expert.w3, up[i])
         _, factors[i, 2] = pack_matrix(expert.w2, down[i])
         del expert

@@ -152,7 +152,7 @@ FORMS = {42: (14, 8, 2), 28: (14, 16, 2), 12: (6, 16, 5), 11: (11, 16, 3), 3: (3
 
 def shares(monkeypatch, sms):
     monkeypatch.setattr(module, "_SMS", sms)
-    assert module._shares(28, 20, 1) == dict(zip(("splits", "block_heads", "tile"), FORMS[sms], strict=True))
+    assert module.shares_of(28, 20, 1) == dict(zip(("splits", "block_heads", "tile"), FORMS[sms], strict=True))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -180,7 +180,7 @@ def test_shares_of_the_published_models():
     """Pro and Flash, one token: HCA and SWA at 4K, CSA; HCA at 1M; eight tokens."""
     for units, heads, tokens, want in ((11, 128, 1, (6, 8, 2)), (73, 128, 1, (15, 16, 5)), (9, 64, 1, (5, 8, 2)), (41, 64, 1, (21, 16, 2)),
                                        (521, 128, 1, (33, 16, 3)), (73, 128, 8, (4, 16, 3)), (1, 4, 1, (1, 8, 2))):
-        assert tuple(module._shares(units, heads, tokens).values()) == want
+        assert tuple(module.shares_of(units, heads, tokens).values()) == want
 
 
 # Up to 64 splits of 2 units; of 5; more than 32 splits to merge, and more than 24; several tiles each.

@@ -220,6 +220,8 @@ def test_what_cannot_be_packed(rng):
                   [e._replace(w3=quantized(torch.zeros(32, 64), "fp8")) for e in experts]):
         with pytest.raises(UserError, match=r"pack_experts: expected experts of one format, .* in expert [03]"):
             module.pack_experts(wrong, shared)
+    with pytest.raises(UserError, match=r"found w1, w2, w3 of fp8, fp8, nvfp4 and .* in the shared expert$"):
+        module.pack_experts(experts, shared._replace(w3=experts[0].w3))
     for wrong in ([], experts[:1] * 385):
         with pytest.raises(UserError, match=f"pack_experts: expected 1 to 384 experts, found {len(wrong)}"):
             module.pack_experts(wrong, shared)

@@ -20,6 +20,7 @@
 // scheduler: 0.9 us), 0.3 us for the stores; the merge: a round trip, 0.2 us for its 2 MB, 310 instructions (0.3 us); a dependent launch
 // costs 1.1 us beside its round trip: 7 us. HCA (160 keys): 16 x 6 blocks of 8 heads and 32 keys, one round trip, 580 instructions: 5 us.
 // 64 heads x 640 keys: 4 x 21 blocks of 16 heads and 32 keys, two round trips, 550 instructions: 6 us.
+// Measured on an H200: 128 heads and 1,152 keys 7.9 us, 160 keys 6.9, 8,320 keys 25.0; 64 heads and 640 keys 6.2 (docs/measurements.md).
 #include "common.cuh"
 
 constexpr int kDim = 512, kPlain = 448, kRotary = kDim - kPlain;  // dims of a head, of these FP8, of these rotated
