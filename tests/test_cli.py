@@ -373,7 +373,10 @@ def test_logits_that_do_not_fit(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(runtime, "free_bytes", lambda device: 3 * 2**30)
     code, out, err = run("--dump-logits", tmp_path / "x", "--context", 1000000, "a")
-    assert code == 4 and "--dump-logits: 1000000 rows of 1024 numbers need 3.81 GiB" in one_line(err)
+    assert code == 4 and "--dump-logits: 1000000 rows of 1024 numbers need 3.81 GiB" in one_line(err) and "fewer --max-new-tokens" in err
+    code, out, err = run("--decode-consistency", 1000000, "a")  # which flag asked for the rows, and what makes them fewer
+    line = one_line(err)
+    assert code == 4 and line.startswith("error: --decode-consistency: 10000") and line.endswith("a shorter prompt or a smaller number")
 
 
 # ------------------------------------------------------------------------------- what a reviewer broke: each stays mended

@@ -152,6 +152,8 @@ def test_a_filled_cache_has_finite_keys_that_differ():
     (["--synthetic", "tiny", "--random-prompt", "3", "--past", "3", "--decode-consistency", "2"], "--decode-consistency does not go with"),
     (["--synthetic", "tiny", "--random-prompt", "3", "--past", "30", "--context", "32"],
      "--context: expected at least the 30 of --past and the prompt's 3 tokens, found 32"),
+    (["--synthetic", "tiny", "--random-prompt", 2 * 10**9],  # before any of them is drawn
+     "--context: expected at most the model's 1048576 positions, found 2000000512 (a prompt of 2000000000 tokens and 512 new ones)"),
     (["--synthetic", "tiny"], "expected a prompt, found none"),
     (["--synthetic", "tiny", "hello"], "--synthetic does not go with PROMPT: random weights have no tokenizer: give --prompt-ids or "),
     (["--synthetic", "tiny", "--messages", "x"], "--synthetic does not go with --messages"),

@@ -9,7 +9,7 @@
 //
 // FP8 dims are multiplied as f16, which holds every e4m3: a pair takes one or two instructions, as bf16 five or six. The scales, powers of
 // two, multiply the scores, and the weights before they meet the values. Partial outputs are bf16: this rounding adds about what weights in
-// f16 save, so that the error is 0.95 to 1.06 times that of the definition in bf16.
+// f16 save: the tests hold the error to that of the definition in bf16.
 //
 // Keys are taken in an order that needs no position: the ring's rows, then the entries. Units of 16 go to the splits in turn. So if a split
 // has one tile (`once`), a round trip brings position, q and keys together (with a selection: position, q and names, a second one keys),

@@ -100,7 +100,7 @@ template <bool kDown> struct Walk {
     bool chosen;
     int expert, tile, item, left;  // the next item's; expert: of the chosen ones; left: items of the block from there on
 
-    // From the warp's first item of the shared expert (0) or of the chosen ones (1), who takes its turn where the shared one's items ended.
+    // From the warp's first item of the shared expert (0) or of the chosen ones (1), whose turns go on where the shared one's items end.
     __device__ __forceinline__ void start(int part) {
         const int turn = (warp_index() - part * (list->end[0] - list->begin[0])) & (kWarps - 1);
         chosen = part == 1, expert = list->at_expert[part], tile = list->at_tile[part], item = list->at_item[part] + turn;

@@ -106,8 +106,8 @@ PTX_FN void bulk_load_keep(void* shared, const void* global, unsigned bytes, uin
 PTX_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Tensor copies (TMA): a box of a matrix in global memory, described by a TensorMap (tensor_map.cuh), to `shared` (a multiple of 128
-// bytes), row by row; (x, y) is the box' first element, and what lies outside the matrix becomes 0. The kernel takes its map as `const
-// __grid_constant__ TensorMap`.
+// bytes), row by row; (x, y) is the box' first element, x at a multiple of 16 bytes in its row, and what lies outside the matrix becomes 0.
+// The kernel takes its map as `const __grid_constant__ TensorMap`.
 PTX_FN void tensor_load(void* shared, const void* map, int x, int y, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  :: "r"(ptx::shared_address(shared)), "l"(map), "r"(x), "r"(y), "r"(ptx::shared_address(bar)) : "memory");
