@@ -32,7 +32,7 @@ __global__ void matrices(const uint4* x, const int* order, uint32_t* out) {
     rows[t] = x[t], rows[t + 32] = x[t + 32];
     __syncwarp();
     uint32_t four[4], two[2], mine[4];
-    const uint4* row = rows + order[t];
+    const uint4* row = rows + load_earlier(order + t);
     uint32_t* to = out + t * 4;
     ldmatrix_x4(four, row);
     for (int i = 0; i < 4; i++) to[i] = four[i];

@@ -115,6 +115,8 @@ void mbarrier_arrive(uint64_t* bar, unsigned bytes, const char* what);
 void mbarrier_wait(uint64_t* bar, unsigned parity, const char* file, int line);
 void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar);
 void grid_wait();
+void grid_launch();
+int load_earlier(const int* p);
 unsigned cluster_rank();
 unsigned cluster_size();
 void cluster_sync(const char* file, int line);
@@ -475,7 +477,8 @@ __forceinline__ uint4 load_stream(const void* p) {
 }
 
 __forceinline__ void grid_dependency_wait() { emu::grid_wait(); }
-__forceinline__ void grid_dependency_launch() {}
+__forceinline__ void grid_dependency_launch() { emu::grid_launch(); }
+__forceinline__ int load_earlier(const int* p) { return emu::load_earlier(p); }
 template <class T> __forceinline__ void worked_out(T*&) {}
 
 __forceinline__ unsigned atomic_inc_fenced(unsigned* counter, unsigned most) {

@@ -43,6 +43,8 @@ enum Fault {
     kDivideByZero, kRemainderOfZero, kNamedHalves, kNamedAhead, kNamedTwice,
     // the last block to arrive
     kArriveUnfenced, kArriveUnseen, kArriveNoBarrier,
+    // earlier writes, read before the wait
+    kEarlierAlone, kEarlierTooEarly, kEarlierWritten, kEarlierPastEnd,
 };
 
 struct __attribute__((packed)) Unaligned { float value; };  // an access that promises no alignment
@@ -476,6 +478,26 @@ static cudaError_t launch_arrivals(const float* x, float* out, int blocks, int f
     return cudaGetLastError();
 }
 
+// Two kernels. The second reads x, which kernels before both may have written, before it waits for the first, which launches it behind its
+// own wait.
+__global__ void launches_late(int fault) {
+    if (fault == kEarlierTooEarly) grid_dependency_launch();
+    grid_dependency_wait();
+    grid_dependency_launch();
+}
+__global__ void earlier(const float* x, float* out, int fault) {
+    const int t = threadIdx.x;
+    const float* from = fault == kEarlierWritten ? out : fault == kEarlierPastEnd ? x + 128 : x;
+    const int bits = load_earlier(reinterpret_cast<const int*>(from) + t);
+    grid_dependency_wait();
+    out[t] = __int_as_float(bits);
+}
+static cudaError_t launch_earlier(const float* x, float* out, int fault, cudaStream_t stream) {
+    if (fault != kEarlierAlone) LAUNCH(launches_late, dim3(1), dim3(64), 0, stream, fault);
+    LAUNCH(earlier, dim3(1), dim3(64), 0, stream, x, out, fault);
+    return cudaGetLastError();
+}
+
 static cudaError_t launch_tensor(const float* x, float* out, int fault, cudaStream_t stream) {
     TensorMap map;
     if (make_tensor_map(&map, 2, x, 16, 16, 32, 16, 8, Swizzle::kNone) != cudaSuccess) return cudaErrorInvalidValue;
@@ -486,6 +508,7 @@ static cudaError_t launch_tensor(const float* x, float* out, int fault, cudaStre
 
 extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStream_t stream) {
     const int n = 64, bytes = n * sizeof(float);
+    if (fault >= kEarlierAlone) return launch_earlier(x, out, fault, stream);
     if (fault >= kArriveUnfenced) return launch_arrivals(x, out, blocks, fault, stream);
     if (fault == kNamedHalves) LAUNCH(halves, dim3(1), dim3(2 * n), 2 * bytes, stream, x, out, fault);
     else if (fault == kNamedAhead || fault == kNamedTwice) LAUNCH(rounds, dim3(1), dim3(n), bytes, stream, x, out, fault);
@@ -540,6 +563,7 @@ extern "C" int right_forms(const float* x, float* out, int which, cudaStream_t s
     if (which == 12) LAUNCH(divisions, dim3(1), dim3(n), 0, stream, x, out, fault);
     if (which == 8) LAUNCH(tensor_memory, dim3(1), dim3(128), 289 * 16, stream, x, out, fault);
     if (which == 13) return launch_arrivals(x, out, 2, fault, stream);
+    if (which == 14) return launch_earlier(x, out, fault, stream);
     return cudaGetLastError();
 }
 

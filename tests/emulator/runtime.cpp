@@ -273,6 +273,10 @@ cudaError_t status = cudaSuccess;
 bool reverse = false;
 long accesses = 0;
 bool waited_for_grid = false;      // any thread of the launch
+unsigned launches = 0;             // of this call so far
+bool launched_early = false;       // a thread of the launch called grid_dependency_launch() before grid_dependency_wait()
+bool all_before_ended = false;     // when this launch began, but for the one just before: that one is of this call, and did not
+bool reading_earlier = false;
 std::vector<Touch> touches;
 uint32_t launch_first = kFirstTouch;                      // the first touch of this launch
 std::vector<std::pair<uint32_t, dim3>> clusters_begun;    // the first touch of each cluster of this launch, and its first block
@@ -522,7 +526,7 @@ __attribute__((noinline)) void before_grid_wait(const Region& r, Access kind, ui
 
 __attribute__((always_inline)) inline void check_region(Region& r, uintptr_t a, size_t size, Access kind, uint32_t place) {
     if (a + size > r.end) fail("%s of %zu bytes across the end of %s @+0x%x", verb(kind), size, r.name.c_str(), place);
-    if (!current->after_grid_wait && !r.shared && !(r.weight && kind == Access::kRead)) before_grid_wait(r, kind, place);
+    if (!current->after_grid_wait && !reading_earlier && !r.shared && !(r.weight && kind == Access::kRead)) before_grid_wait(r, kind, place);
     if (r.writable) track(r, a - r.begin, size, kind, place);
     else if (kind != Access::kRead) fail("write to %s, which is an input @+0x%x", r.name.c_str(), place);
 }
@@ -1153,6 +1157,20 @@ void grid_wait() {
     current->version = ++versions;
     waited_for_grid = true;
 }
+void grid_launch() { launched_early |= !current->after_grid_wait; }
+int load_earlier(const int* p) {
+    const uint32_t place = CALLER;
+    const Region* r = find(reinterpret_cast<uintptr_t>(p));
+    if (!current->after_grid_wait && r && !r->weight) {
+        if (!all_before_ended) fail("load_earlier of %s before grid_dependency_wait(): no kernel of this call came just before that launched "
+                                    "this one behind its own wait @+0x%x", r->name.c_str(), place);
+        if (r->writable) fail("load_earlier of %s, which the kernel before may be writing @+0x%x", r->name.c_str(), place);
+    }
+    reading_earlier = true;
+    check_aligned_access(p, sizeof *p, false, __builtin_return_address(0));
+    reading_earlier = false;
+    return *p;
+}
 
 // ---- Conversions, to nearest even
 
@@ -1258,6 +1276,8 @@ void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t s
     clusters_begun.clear();
     published.clear();
     waited_for_grid = false;
+    all_before_ended = launches++ && !launched_early;
+    launched_early = reading_earlier = false;
     [[maybe_unused]] const Divisions divisions;
     for (unsigned z = 0; z < grid.z; z++)
         for (unsigned y = 0; y < grid.y; y++)
@@ -1293,6 +1313,7 @@ void emu_reset(int reverse) {
     regions.clear();
     error.clear();
     status = cudaSuccess;
+    launches = 0;
     emu::reverse = reverse;
     touches.assign(kFirstTouch, {});
     memset(additions, 0, sizeof additions);  // version 0 is nobody's

@@ -37,6 +37,7 @@ TWO_PLACES = r": at faults.cu:\d+, at faults.cu:\d+$"
 RACE = r"(read|write|atomic update) of byte \d+ of shared memory, which thread \d+ (read|wrote) with no barrier between" + TWO_PLACES
 UNORDERED = r"read of byte \d+ of out, which thread \d+ of block \(\d,0,0\) wrote: nothing orders the blocks of a launch" + TWO_PLACES
 IN_FLIGHT = r"read of byte \d+ of shared memory, which a copy in flight writes, with no wait for it between" + TWO_PLACES
+NOT_EARLIER = r"no kernel of this call came just before that launched this one behind its own wait at faults.cu:\d+$"
 EXPECTED = {
     "kReadPastEnd": r"block \(1,0,0\) thread \(63,0,0\): read of 4 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+",
     "kReadBefore": r"block \(0,0,0\) thread \(0,0,0\): read of 4 bytes 4 bytes before the start of x \(512 bytes\) at faults.cu:\d+$",
@@ -153,6 +154,10 @@ EXPECTED = {
     "kArriveUnfenced": UNORDERED,
     "kArriveUnseen": UNORDERED,
     "kArriveNoBarrier": UNORDERED,
+    "kEarlierAlone": r"load_earlier of x before grid_dependency_wait\(\): " + NOT_EARLIER,
+    "kEarlierTooEarly": r"load_earlier of x before grid_dependency_wait\(\): " + NOT_EARLIER,
+    "kEarlierWritten": r"load_earlier of out, which the kernel before may be writing at faults.cu:\d+$",
+    "kEarlierPastEnd": r"thread \(0,0,0\): read of 4 bytes 0 bytes past the end of x \(512 bytes\) at faults.cu:\d+$",
     "kTooMuchShared": r"233472 bytes of shared memory: beyond a GPU's limits",
 }
 
@@ -244,7 +249,7 @@ def test_barriers_syncwarp_atomics_and_named_barriers_order_accesses(reverse):
 
 
 RIGHT_FORMS = ("global_memory", "matrices", "async_copies", "ring", "cluster", "reused", "tensor", "product", "tensor_memory", "two_copies",
-               "halves", "rounds", "divisions", "arrivals")
+               "halves", "rounds", "divisions", "arrivals", "earlier")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -257,7 +262,7 @@ def test_no_fault_no_report(rng, which, reverse):
     out = torch.empty(128 if RIGHT_FORMS[which] in ("cluster", "halves", "arrivals") else 64)
     assert Machine(SOURCE, reverse).run(Kernel("right_forms", {"x": IN, "out": OUT, "which": int}), [x, out, which]) == 0
     want = {"global_memory": x[:64], "tensor": x[:64], "two_copies": x[:64],
-            "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten(), "rounds": x[:64],
+            "async_copies": 2 * x[:64], "cluster": x.view(2, 64).flip(0, 1).flatten(), "rounds": x[:64], "earlier": x[:64],
             "halves": x.view(2, 64).flip(1).flatten(),
             "divisions": (100 // x[63].trunc()).expand(64)}
     if RIGHT_FORMS[which] == "arrivals":  # the last block has summed the values of both, and the counter is 0 again

@@ -92,11 +92,14 @@ struct Source {
     const Layout& layout;
     char* memory;
     const __nv_bfloat16* row;  // this lane's token
-    int count, item, items, wide, columns, index;  // index: the tile's of the round
+    int count, item, items, all_columns, index;  // index: the tile's of the round
 
     __device__ __forceinline__ bool more() const { return count > 0; }
-    __device__ __forceinline__ const __nv_bfloat16* x() const { return row + item * wide; }
-    __device__ __forceinline__ int left() const { return columns - item * wide; }
+    __device__ __forceinline__ int columns() const { return all_columns; }
+    __device__ __forceinline__ const __nv_bfloat16* x(int wide, int& column) const {
+        column = item * wide;
+        return row + column;
+    }
     __device__ __forceinline__ bool next() {
         count--, item += kWarps;
         return item >= items || count == 0;
@@ -121,7 +124,7 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
     const int begin = plan.first_item[blockIdx.x], end = plan.first_item[blockIdx.x + 1];
     Walk walk;
     walk.seek(plan, begin + warp, end);
-    Stream<Walk, Stretch> stream(layout, memory);
+    Stream<Walk, Stretch, 2> stream(layout, memory);
     stream.begin(walk);
     Walk bound;
     bound.seek(plan, begin, end);
@@ -135,10 +138,9 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
     const __nv_bfloat16* x_token = plan.x + token * plan.x_stride;
     for (; first < tiles_end; first += layout.pieces) {
         for (Stretch s; walk.next(s, first + layout.pieces);) {
-            const int wide = item_columns(s.format);
             const __nv_bfloat16* row = x_token + s.group * plan.columns;
-            Source source{layout, memory, row, s.count, s.item, s.tile_items, wide, plan.columns, s.tile - first};
-            stream.multiply(s.format, plan.columns % wide == 0, source);
+            Source source{layout, memory, row, s.count, s.item, s.tile_items, plan.columns, s.tile - first};
+            stream.multiply(s.format, plan.columns % item_columns(s.format) == 0, source);
         }
         __syncthreads();
         // 16 threads write a tile's rows for one token. Short: the code is in no cache yet, and the kernel ends with its slowest block.

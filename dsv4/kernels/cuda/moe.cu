@@ -12,11 +12,14 @@
 //
 // Every weight of a distinct expert is read once, whatever number of tokens chose it: the tokens are the 8 columns of operand B, in `down`
 // with zeros for tokens that did not choose. The shared expert does not depend on the choice: its items come first in every warp and fill
-// the ring before the wait, while the router runs. The choice is looked up by one warp while the others multiply these.
+// the ring before the wait, while the router runs. The choice is looked up by one warp while the others multiply these. `up` launches `down`
+// only behind its own wait, so that `down` may read the choice, and have those experts' weights on the way, while `up` ends.
+// A warp of `down` has 8 items between two of its own, so mostly another expert each time: what they are is worked out once, in a table of
+// a tile's items. Finding it anew for each took 28 % of the instructions' time.
 // Memory for many tokens' sums is bounded by rounds over the chosen experts' tiles; one token has one round.
 //
 // Bytes, one token (NVFP4 experts, FP8 shared): Pro up 192.8 MB, 42.8 us at 4.5 TB/s, and down 96.3, 21.4; Flash 73.4 and 36.7 MB.
-// Measured on an H200: Pro 83.3 us, Flash 46.0; the experts alone 38.8 + 26.5 and 22.3 + 15.1 (docs/measurements.md).
+// Measured on an H200, the experts alone: Pro 38.7 + 23.7 us, Flash 21.3 + 12.0 (docs/measurements.md).
 #include "stream.cuh"
 
 constexpr int kMaxTopK = 8, kMaxExperts = 384, kMaxChosen = kMaxTokens * kMaxTopK;
@@ -42,20 +45,26 @@ struct Plan {
     int shared_cost, routed_cost;  // of a tile, in any unit
     int at_once;                   // chosen experts' tiles of a block that are summed at a time
     Layout ring, first, rest;      // the streams; the pieces of the shared expert's tiles and of a round's
-    int first_at, rest_at;
+    int first_at, rest_at, tile_at;
 };
 
 // What a block does. The list of experts: the shared one, then, known after the wait, the distinct chosen ones in ascending order.
 struct List {
     uint64_t ready, scaled;      // mbarriers: the chosen ones are known; their factors are there, as the shared one's are from the start
-    int waited[kWarps];          // of a warp: it is behind grid_dependency_wait(), so `ready` will come
+    int may_wait[kWarps];        // of a warp, for `ready`
     int begin[2], end[2];        // the block's items of the shared expert (0) and of the chosen ones (1), which are known with their number
-    int at_expert[2], at_tile[2], at_item[2];  // the first one's expert (of the chosen ones), tile and place in it
+    int at_expert[2], at_tile[2], at_item[2];  // the first one's expert (up: of the chosen ones), tile and place in it
     int count;                   // distinct chosen experts
     int expert[1 + kMaxChosen];  // its number, which for the shared one is that of experts
     signed char place[1 + kMaxChosen][kMaxTokens];  // of a token's values in hidden; -1 where it did not choose the expert
     float weight[1 + kMaxChosen][kMaxTokens];
     float factors[3 * (1 + kMaxChosen)];  // of w1, w3, w2
+};
+
+// down: an item of a tile, of which it has those of the chosen experts one after the other.
+struct alignas(16) TileItem {
+    const char* weights;  // of tile 0
+    int expert, column;   // its place in the list; the item's first column
 };
 
 constexpr int kRingAt = (sizeof(List) + 127) / 128 * 128;  // the list is in front of the rings
@@ -83,34 +92,34 @@ struct Stretch {
     int count, format;
 };
 
-// Brings an item's number that is beyond its tile's items to its tile, and to its expert.
+// Brings an item's number that is beyond its tile's items to its tile, and in `up` to its expert.
 template <bool kDown>
-__device__ __forceinline__ void settle_item(const Plan& plan, const List& list, bool chosen, int items, int& expert, int& tile, int& item) {
-    for (; item >= items; item -= items)
-        if (!kDown || !chosen) tile++;
-        else if (++expert == list.count) expert = 0, tile++;
+__device__ __forceinline__ void settle_item(const Plan& plan, bool chosen, int of_tile, int& expert, int& tile, int& item) {
+    for (; item >= of_tile; item -= of_tile) tile++;
     for (; !kDown && chosen && tile >= plan.tiles; expert++) tile -= plan.tiles;
 }
 
-// A warp's items, every kWarps-th of the block's: first the shared expert's, then the chosen ones', which are known after the wait. A
-// stretch is of one expert, in `down` of one tile too.
+// A warp's items, every kWarps-th of the block's: first the shared expert's, then the chosen ones'. A stretch is of one expert; in `down`,
+// where neighbours among a warp's items are mostly of two, it is one item.
 template <bool kDown> struct Walk {
     const Plan* plan;
     List* list;
+    const TileItem* tile_items;
     bool chosen;
-    int expert, tile, item, left;  // the next item's; expert: of the chosen ones; left: items of the block from there on
+    int expert, tile, item, left, of_tile;  // the next item's; left: items of the block from there on; of_tile: items of a tile
 
     // From the warp's first item of the shared expert (0) or of the chosen ones (1), whose turns go on where the shared one's items end.
     __device__ __forceinline__ void start(int part) {
         const int turn = (warp_index() - part * (list->end[0] - list->begin[0])) & (kWarps - 1);
         chosen = part == 1, expert = list->at_expert[part], tile = list->at_tile[part], item = list->at_item[part] + turn;
         left = list->end[part] - list->begin[part] - turn;
-        settle_item<kDown>(*plan, *list, chosen, chosen ? plan->routed.items : plan->shared.items, expert, tile, item);
+        of_tile = !chosen ? plan->shared.items : kDown ? list->count * plan->routed.items : plan->routed.items;
+        settle_item<kDown>(*plan, chosen, of_tile, expert, tile, item);
     }
 
     // The same for the chosen ones, once they are known. False before the wait.
     __device__ __forceinline__ bool start_chosen() {
-        if (!list->waited[warp_index()]) return false;
+        if (!list->may_wait[warp_index()]) return false;
         mbarrier_wait(&list->ready, 0);
         start(1);
         return true;
@@ -120,16 +129,20 @@ template <bool kDown> struct Walk {
     __device__ __forceinline__ bool next_here(Stretch& to) {
         if (left <= 0) return false;
         const Matrix& matrix = chosen ? plan->routed : plan->shared;
-        to.format = matrix.format, to.items = matrix.weights + (int64_t(tile) * matrix.items + item) * item_bytes(matrix.format);
-        if (chosen) to.items += list->expert[1 + expert] * matrix.bytes;
-        const int tiles = kDown && chosen ? 1 : plan->tiles - tile;  // of the stretch
-        to.count = (min(tiles * matrix.items - item, left) + kWarps - 1) / kWarps;
+        to.format = matrix.format;
+        if (kDown && chosen) {
+            to.items = tile_items[item].weights + int64_t(tile) * matrix.items * item_bytes(matrix.format), to.count = 1;
+        } else {
+            to.items = matrix.weights + (int64_t(tile) * matrix.items + item) * item_bytes(matrix.format);
+            if (chosen) to.items += list->expert[1 + expert] * matrix.bytes;
+            to.count = (min((plan->tiles - tile) * matrix.items - item, left) + kWarps - 1) / kWarps;
+        }
         left -= to.count * kWarps, item += to.count * kWarps;
         if (!kDown || !chosen) {
             const int more = item / matrix.items;
             tile += more, item -= more * matrix.items;
         }
-        settle_item<kDown>(*plan, *list, chosen, matrix.items, expert, tile, item);
+        settle_item<kDown>(*plan, chosen, of_tile, expert, tile, item);
         return true;
     }
 
@@ -138,35 +151,40 @@ template <bool kDown> struct Walk {
     }
 };
 
-// The items as the products see them: those of one expert and tile after the other.
+// The items as the products see them: those of one expert and tile after the other; in `down` of a tile, whose sum several experts add to.
 template <bool kDown> struct Source {
     const Plan& plan;
     List& list;
+    const TileItem* tile_items;
     const Layout& layout;
     char* pieces;
     bool chosen;
-    int token, expert, tile, item, left_items;  // of the walk; token: this lane's
-    int items, wide, first, end;                // items of an expert's tile; the round's first tile, and the one behind its last
-    const __nv_bfloat16* row;                   // of this lane's token for the expert
-    int kept;                                   // down: the tile of `total`, which several experts add to; -1: none yet
+    int token, expert, tile, item, left_items, of_tile;  // of the walk; token: this lane's
+    int first, end;                                      // the round's first tile, and the one behind its last
+    const __nv_bfloat16* row;                            // this lane's token's, of the shared expert in `down`
+    int place, kept;  // the expert's in the list; down: the tile of `total`, -1 for none yet
     Sum total;
 
-    __device__ __forceinline__ int place() const { return chosen ? 1 + expert : 0; }  // in the list
     __device__ __forceinline__ int unit() const { return kDown || !chosen ? tile : expert * plan.tiles + tile; }
-    __device__ __forceinline__ void find_row() {
-        if (kDown && left_items <= 0) return;
-        const int place = kDown ? list.place[this->place()][token] : 0;
-        row = plan.x + int64_t(!kDown ? token : place < 0 ? zero_row(plan) : token * (1 + plan.top_k) + place) * plan.columns;
-    }
     __device__ __forceinline__ bool more() const { return left_items > 0 && (kDown || !chosen || unit() < end); }
-    __device__ __forceinline__ const __nv_bfloat16* x() const { return row + item * wide; }
-    __device__ __forceinline__ int left() const { return plan.columns - item * wide; }
+    __device__ __forceinline__ int columns() const { return plan.columns; }
+    // The item's first column, and this lane's token's values from there on.
+    __device__ __forceinline__ const __nv_bfloat16* x(int wide, int& column) {
+        if (!kDown || !chosen) {
+            place = chosen ? 1 + expert : 0, column = item * wide;
+            return row + column;
+        }
+        const TileItem of = tile_items[item];
+        place = of.expert, column = of.column;
+        const int at = list.place[place][token];
+        return plan.x + (at < 0 ? zero_row(plan) : token * (1 + plan.top_k) + at) * plan.columns + column;
+    }
     __device__ __forceinline__ bool next() {
         left_items -= kWarps, item += kWarps;
-        return item >= items || left_items <= 0;
+        return (kDown && chosen) || item >= of_tile || left_items <= 0;
     }
     __device__ __forceinline__ void done(const Sum& sum) {
-        const float* factors = list.factors + 3 * place();
+        const float* factors = list.factors + 3 * place;
         if (kDown && tile != kept) {
             if (kept >= 0) layout.keep(pieces, kept - first, total);
             kept = tile, total = Sum();
@@ -175,8 +193,7 @@ template <bool kDown> struct Source {
         for (int i = 0; i < 4; i++)  // up: rows 0-7 are w1's, rows 8-15 w3's
             total.even[i] = fmaf(factors[kDown ? 2 : i / 2], sum.total(i), kDown ? total.even[i] : 0.0f);
         if (!kDown) layout.keep(pieces, unit() - first, total);
-        settle_item<kDown>(plan, list, chosen, items, expert, tile, item);
-        if (kDown) find_row();
+        settle_item<kDown>(plan, chosen, of_tile, expert, tile, item);
     }
     __device__ __forceinline__ void finish() {
         if (kDown && kept >= 0) layout.keep(pieces, kept - first, total);
@@ -188,9 +205,9 @@ template <bool kDown> __device__ __forceinline__ void deal(const Plan& plan, Lis
     const int lane = threadIdx.x % 32, items = plan.routed.items, outer = (kDown ? count : plan.tiles) * items;
     const int bound = routed_begin<kDown>(plan, blockIdx.x + lane % 2, count), end = __shfl_sync(~0u, bound, 1);
     if (lane) return;
-    const int first = bound / outer, rest = bound - first * outer, second = rest / items;
+    const int first = bound / outer, rest = bound - first * outer, second = kDown ? 0 : rest / items;
     list.count = count, list.begin[1] = bound, list.end[1] = end;
-    list.at_expert[1] = kDown ? second : first, list.at_tile[1] = kDown ? first : second, list.at_item[1] = rest - second * items;
+    list.at_expert[1] = first, list.at_tile[1] = kDown ? first : second, list.at_item[1] = rest - second * items;
 }
 
 // By one warp: the list, but for the block's items where they are dealt already. An expert that a token has twice counts once, with both
@@ -203,7 +220,8 @@ template <bool kDown> __device__ __forceinline__ void make_list(const Plan& plan
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int i = 32 * h + lane;
-        id[h] = i < choices ? plan.chosen[i] : kNone, weight[h] = i < choices ? plan.weights[i] : 0.0f;
+        id[h] = i >= choices ? kNone : kDown ? load_earlier(plan.chosen + i) : plan.chosen[i];
+        weight[h] = kDown || i >= choices ? 0.0f : plan.weights[i];
     }
     if (plan.tokens == 1) {  // nearly always: each expert once
         int before = 0;
@@ -271,23 +289,33 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         list.at_item[0] = list.begin[0] - list.at_tile[0] * plan.shared.items, list.expert[0] = plan.experts;
         mbarrier_init(&list.ready, 1), mbarrier_init(&list.scaled, 1);
     }
-    if (lane == 0) list.waited[warp] = 0;
+    if (lane == 0) list.may_wait[warp] = 0;
     __syncthreads();
     Walk<kDown> walk;
-    walk.plan = &plan, walk.list = &list;
+    TileItem* const tile_items = reinterpret_cast<TileItem*>(memory + plan.tile_at);
+    walk.plan = &plan, walk.list = &list, walk.tile_items = tile_items;
     walk.start(0);
-    Stream<Walk<kDown>, Stretch> stream(plan.ring, memory + kRingAt);
+    Stream<Walk<kDown>, Stretch, 1> stream(plan.ring, memory + kRingAt);
     stream.begin(walk);
-    grid_dependency_launch();
+    if (kDown) grid_dependency_launch();
     if (warp == 0) deal<kDown>(plan, list, min(plan.tokens * plan.top_k, plan.experts));  // if no expert is chosen twice
     if (threadIdx.x < kMaxTokens) list.place[0][threadIdx.x] = 0, list.weight[0][threadIdx.x] = 1.0f;
     if (threadIdx.x < 3) list.factors[threadIdx.x] = of_shared;
     __syncthreads();
-    grid_dependency_wait();
-    if (lane == 0) list.waited[warp] = 1;
+    if (!kDown) {
+        grid_dependency_wait();
+        grid_dependency_launch();
+    }
+    if (lane == 0) list.may_wait[warp] = 1;
     __syncwarp();
     if (warp == 0) {  // the others begin with the shared expert's items
         make_list<kDown>(plan, list);
+        __syncwarp();
+        for (int i = lane; kDown && i < list.count * plan.routed.items; i += 32) {
+            const int expert = 1 + i / plan.routed.items, item = i - (expert - 1) * plan.routed.items;
+            const char* weights = plan.routed.weights + list.expert[expert] * plan.routed.bytes;
+            tile_items[i] = {weights + item * item_bytes(plan.routed.format), expert, item * item_columns(plan.routed.format)};
+        }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&list.ready);
         for (int i = 3 + lane; i < 3 * (1 + list.count); i += 32) list.factors[i] = plan.factors[3 * list.expert[i / 3] + i % 3];
@@ -295,81 +323,74 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         if (lane == 0) mbarrier_arrive(&list.scaled);
     }
     stream.resume();
-    if (!kDown)
+    if (kDown)
+        grid_dependency_wait();
+    else
         for (int i = blockIdx.x * kThreads + threadIdx.x; i < plan.rows; i += gridDim.x * kThreads)
             static_cast<__nv_bfloat16*>(plan.out)[int64_t(zero_row(plan)) * plan.rows + i] = __float2bfloat16_rn(0.0f);
 
     const int token = lane / 4 < plan.tokens ? lane / 4 : 0;  // the product's other columns are not used
-
-    // up: hidden of one token and row from the sums of tile number `index` of the round, the block's items `from` to `to` - 1.
-    const auto swiglu = [&](const Layout& layout, char* pieces, int index, int expert, int tile, int token, int from, int to) {
-        const int row = tile * 8 + threadIdx.x % 8, place = list.place[expert][token], at = token * kRows + threadIdx.x % 8;
-        if (place < 0 || row >= plan.rows) return;
-        float gate = layout.piece_sum(pieces, index, at, from, to), up = layout.piece_sum(pieces, index, at + 8, from, to);
-        gate = gate > plan.limit ? plan.limit : gate;  // from above only; NaN stays
-        up = up > plan.limit ? plan.limit : up < -plan.limit ? -plan.limit : up;
-        const float value = gate / (1.0f + expf(-gate)) * up * list.weight[expert][token];
-        static_cast<__nv_bfloat16*>(plan.out)[(int64_t(token) * (1 + plan.top_k) + place) * plan.rows + row] = __float2bfloat16_rn(value);
-    };
-    // down: the sums of the block's items [begin, end) to `part`, or to the next one where a tile's first item is another block's.
-    // `before`: how many items the block has before these.
-    const auto leave = [&](const Layout& layout, char* pieces, int begin, int end, int of_tile, int before, int part) {
-        const int64_t next = int64_t(plan.tokens) * plan.rows;
-        const int of_row = threadIdx.x % kRows, first = begin / of_tile;
-        for (int i = threadIdx.x / kRows;; i += kThreads / kRows) {
-            const int index = plan.tokens == 1 ? i : i / plan.tokens, token = i - index * plan.tokens, tile = first + index;
-            if (begin == end || tile * of_tile >= end) break;
-            const int row = tile * kRows + of_row, from = max(tile * of_tile, begin), to = min((tile + 1) * of_tile, end);
-            if (row >= plan.rows) continue;
-            float* out = static_cast<float*>(plan.out) + (int64_t(part) * plan.tokens + token) * plan.rows + row;
-            out[from == tile * of_tile ? 0 : next] =
-                layout.piece_sum(pieces, index, token * kRows + of_row, from - begin + before, to - begin + before);
-            if (plan.parts == 4 && to - from == of_tile) out[next] = 0.0f;
-        }
-    };
 
     for (int round = -1;; round++) {  // of the shared expert; of the chosen ones' tiles in `up`, as many as there are pieces for
         const bool chosen = round >= 0;
         if (round == 0) walk.start_chosen(), mbarrier_wait(&list.scaled, 0);
         const Layout& layout = chosen ? plan.rest : plan.first;
         char* const pieces = memory + (chosen ? plan.rest_at : plan.first_at);
-        const int of_tile = chosen ? (kDown ? list.count : 1) * plan.routed.items : plan.shared.items;
+        const int of_tile = walk.of_tile;
         const int first_unit = list.at_tile[chosen] + (kDown || !chosen ? 0 : list.at_expert[1] * plan.tiles);
         const int first = first_unit + max(round, 0) * plan.at_once;  // the round's first tile
 
         // This warp's items; a piece for each tile among them.
         const Matrix& matrix = chosen ? plan.routed : plan.shared;
-        const int wide = item_columns(matrix.format);
-        Source<kDown> source{plan, list, layout, pieces, chosen, token, walk.expert, walk.tile, walk.item, walk.left, matrix.items, wide,
-                             first, first + plan.at_once, nullptr, -1, Sum()};
-        source.find_row();
-        stream.multiply(matrix.format, plan.columns % wide == 0, source);
+        const __nv_bfloat16* const row = plan.x + token * (kDown ? 1 + plan.top_k : 1) * plan.columns;
+        Source<kDown> source{plan, list, tile_items, layout, pieces, chosen, token, walk.expert, walk.tile, walk.item, walk.left, of_tile,
+                             first, first + plan.at_once, row, 0, -1, Sum()};
+        stream.multiply(matrix.format, plan.columns % item_columns(matrix.format) == 0, source);
         source.finish();
         walk.expert = source.expert, walk.tile = source.tile, walk.item = source.item, walk.left = source.left_items;
         if (!chosen) continue;
 
         // All warps' pieces are there: the round's sums, and with the first those of the shared expert.
         __syncthreads();
-        char* const first_pieces = memory + plan.first_at;
-        const int shared_items = list.end[0] - list.begin[0];
-        if (kDown) {
-            leave(plan.first, first_pieces, list.begin[0], list.end[0], plan.shared.items, 0, 0);
-            leave(layout, pieces, list.begin[1], list.end[1], of_tile, shared_items, plan.parts / 2);
-            break;
-        }
-        // 8 threads write a tile's rows for one token.
-        const int tokens = plan.tokens;
-        for (int i = threadIdx.x / 8; round == 0 && i < shared_items / plan.shared.items * tokens; i += kThreads / 8) {
-            const int index = tokens == 1 ? i : i / tokens, from = index * plan.shared.items;
-            swiglu(plan.first, first_pieces, index, 0, list.begin[0] / plan.shared.items + index, i - index * tokens, from,
-                   from + plan.shared.items);
-        }
-        const int left = list.end[1] / of_tile - first, first_expert = first / plan.tiles;
-        for (int i = threadIdx.x / 8; i < min(left, plan.at_once) * tokens; i += kThreads / 8) {
-            const int index = tokens == 1 ? i : i / tokens, from = (first + index) * of_tile - list.begin[1] + shared_items;
-            int expert = first_expert, tile = first + index - first_expert * plan.tiles;
-            for (; tile >= plan.tiles; expert++) tile -= plan.tiles;
-            swiglu(layout, pieces, index, 1 + expert, tile, i - index * tokens, from, from + of_tile);
+        // The shared expert's and the chosen ones' in one loop: its code is in no cache yet, and the kernel ends with its slowest block.
+        const int tokens = plan.tokens, shared_items = list.end[0] - list.begin[0];
+        const auto tiles_of = [&](bool chosen, int of_tile) {  // of the block, in part or whole
+            const int begin = list.begin[chosen], end = list.end[chosen];
+            return begin == end ? 0 : (end - 1) / of_tile - begin / of_tile + 1;
+        };
+        const int left = kDown ? tiles_of(true, of_tile) : list.end[1] / of_tile - first;
+        const int of_shared = round == 0 ? tiles_of(false, plan.shared.items) * tokens : 0;
+        constexpr int kOut = kDown ? kRows : kRows / 2;  // as many threads write a tile's values of one token
+        for (int i = threadIdx.x / kOut; i < of_shared + min(left, plan.at_once) * tokens; i += kThreads / kOut) {
+            const bool chosen = i >= of_shared;
+            const Layout& layout = chosen ? plan.rest : plan.first;
+            char* const pieces = memory + (chosen ? plan.rest_at : plan.first_at);
+            const int of_tile = chosen ? walk.of_tile : plan.shared.items, at = chosen ? i - of_shared : i;
+            const int index = tokens == 1 ? at : at / tokens, token = at - index * tokens;
+            int unit = index + (chosen ? first : list.at_tile[0]), expert = chosen;
+            // Its items, counted as the block's: the shared expert's are before the others.
+            const int before = list.begin[chosen] - (chosen ? shared_items : 0), begin = unit * of_tile, end = begin + of_tile;
+            const int from = max(begin, list.begin[chosen]) - before, to = min(end, list.end[chosen]) - before;
+            const int element = token * kRows + threadIdx.x % kOut;
+            if constexpr (kDown) {  // the part of the block that has the tile's first item, or the next one
+                const int row = unit * kRows + threadIdx.x % kOut;
+                if (row >= plan.rows) continue;
+                const int64_t next = int64_t(tokens) * plan.rows;
+                float* out = static_cast<float*>(plan.out) + int64_t(chosen ? plan.parts / 2 * tokens + token : token) * plan.rows + row;
+                out[begin >= list.begin[chosen] ? 0 : next] = layout.piece_sum(pieces, index, element, from, to);
+                if (plan.parts == 4 && to - from == of_tile) out[next] = 0.0f;
+            } else {
+                for (; unit >= plan.tiles; expert++) unit -= plan.tiles;
+                const int row = unit * kOut + threadIdx.x % kOut, place = list.place[expert][token];
+                if (place < 0 || row >= plan.rows) continue;
+                float gate = layout.piece_sum(pieces, index, element, from, to);
+                float up = layout.piece_sum(pieces, index, element + kOut, from, to);
+                gate = gate > plan.limit ? plan.limit : gate;  // from above only; NaN stays
+                up = up > plan.limit ? plan.limit : up < -plan.limit ? -plan.limit : up;
+                const float value = gate / (1.0f + expf(-gate)) * up * list.weight[expert][token];
+                __nv_bfloat16* const hidden = static_cast<__nv_bfloat16*>(plan.out) + (int64_t(token) * (1 + plan.top_k) + place) * plan.rows;
+                hidden[row] = __float2bfloat16_rn(value);
+            }
         }
         if (left <= plan.at_once) break;
         __syncthreads();  // before the pieces are overwritten
@@ -392,7 +413,8 @@ template <bool kDown> static bool fits(Plan& plan) {
     const int item = max(item_bytes(plan.shared.format), item_bytes(plan.routed.format));
     plan.ring = {2, (item + 127) / 128 * 128, 0, plan.tokens};
     plan.first = {0, 0, tiles + kDown, plan.tokens};
-    plan.first_at = aligned(kRingAt + plan.ring.bytes());
+    plan.tile_at = aligned(kRingAt + plan.ring.bytes());
+    plan.first_at = aligned(plan.tile_at + (kDown ? chosen * plan.routed.items * int(sizeof(TileItem)) : 0));
     plan.rest_at = aligned(plan.first_at + plan.first.bytes());
     plan.at_once = kDown ? tiles + 1 : int((chosen * routed_cost + shared_cost) * plan.tiles / plan.blocks / routed_cost) + 2;
     for (; plan.at_once > (kDown ? tiles : 0); plan.at_once--) {

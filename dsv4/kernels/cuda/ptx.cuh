@@ -234,6 +234,13 @@ PTX_FN void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" 
 // kernel may start, up to its own wait, when every block has called this or ended.
 PTX_FN void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 PTX_FN void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// What a kernel before the one just before this one wrote, or a WEIGHT. It may be read before grid_dependency_wait() if the kernel just
+// before calls grid_dependency_launch() behind its own wait: then all before that one had ended when this one began. Past L1.
+PTX_FN int load_earlier(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
 // The address p of global memory is worked out here: the compiler would do so where it is first used, behind the wait.
 template <class T> PTX_FN void worked_out(T*& p) {
     size_t address = __cvta_generic_to_global(p);

@@ -79,11 +79,10 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 
 // ------------------------------------------------------------------------------------------------------------------- products
 
-// A lane's part of x for one item: vectors of 8 consecutive columns, `kVectors` for an item. The first 8 are loaded before the item itself
-// is waited for, as x comes from L2 where L1 cannot hold it (16,384 columns: a third of a warp's time was this wait), the others as they
-// are used up.
+// A lane's part of x for one item: vectors of 8 consecutive columns. All (of FP4 the first 4 of 16) are loaded before the item itself is
+// waited for, as x comes from L2 where L1 cannot hold it (16,384 columns: a third of a warp's time was this wait).
 template <int kFormat, bool kWhole> struct Operand {
-    static constexpr int kVectors = kFormat == kBf16 ? 4 : kFormat == kFp8 ? 8 : 16, kHeld = kVectors < 8 ? kVectors : 8;
+    static constexpr int kHeld = kFormat == kFp8 ? 8 : 4;
     const __nv_bfloat16* x;  // this lane's token, at the lane's first column of the item (lane_columns); 16-byte aligned
     int left;                // how many columns there are from there on, a multiple of 8; unless kWhole none beyond is read
     uint4 held[kHeld];
@@ -98,11 +97,6 @@ template <int kFormat, bool kWhole> struct Operand {
 #pragma unroll
         for (int n = 0; n < kHeld; n++) held[n] = load(n);
     }
-    __device__ __forceinline__ uint4 take(int n) {
-        const uint4 value = held[n % kHeld];
-        if (n + kHeld < kVectors) held[n % kHeld] = load(n + kHeld);
-        return value;
-    }
 };
 
 // The sums of one tile's 16 rows with the 8 columns of operand B, spread over a warp: lane (g, q) has rows g (0, 1) and g + 8 (2, 3) of
@@ -113,10 +107,11 @@ struct Sum {
     __device__ __forceinline__ float total(int i) const { return even[i] + odd[i]; }
 
     // Adds one item in shared memory, of which `mine` is the lane's first 16 bytes.
-    template <int kFormat, bool kWhole> __device__ __forceinline__ void add(const char* mine, Operand<kFormat, kWhole>& x) {
+    template <int kUnroll, int kFormat, bool kWhole>
+    __device__ __forceinline__ void add(const char* mine, Operand<kFormat, kWhole>& x) {
         if constexpr (kFormat == kBf16) add_bf16(mine, x);
         else if constexpr (kFormat == kFp8) add_fp8(mine, x);
-        else add_fp4<kFormat>(mine, x);
+        else add_fp4<kUnroll, kFormat>(mine, x);
     }
 
 private:
@@ -125,7 +120,7 @@ private:
 #pragma unroll
         for (int u = 0; u < 4; u++) {
             const uint4 a = load_16(mine + 1024 * u), next = load_16(mine + 1024 * u + 512);
-            const uint4 b = x.take(u);
+            const uint4& b = x.held[u];
             mma_bf16(even, {a.x, a.y, a.z, a.w}, {b.x, b.y});
             mma_bf16(odd, {next.x, next.y, next.z, next.w}, {b.z, b.w});
         }
@@ -143,7 +138,7 @@ private:
                 const uint4 low = load_16(mine + 1024 * u), high = load_16(mine + 1024 * u + 512);
 #pragma unroll
                 for (int p = 0; p < 4; p += 2) {
-                    const uint4 b = x.take(2 * u + p / 2);
+                    const uint4& b = x.held[2 * u + p / 2];
                     mma_fp8(part, word(low, p), word(high, p), b.x, b.y);
                     mma_fp8(part, word(low, p + 1), word(high, p + 1), b.z, b.w);
                 }
@@ -156,19 +151,19 @@ private:
 
     // A lane has 16 consecutive columns, one group of NVFP4, in two words, twice in its 16 bytes. Its scales are 16 bytes: for
     // each 64 columns those of rows g and g + 8. MXFP4: lanes 2i and 2i + 1 share the group of 32 and these bytes.
-    template <int kFormat, class X> __device__ __forceinline__ void add_fp4(const char* mine, X& x) {
+    template <int kUnroll, int kFormat, class X> __device__ __forceinline__ void add_fp4(const char* mine, X& x) {
         const int lane = threadIdx.x % 32;
-        const uint4 scales = load_16(mine + kCodes - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
-#pragma unroll
-        for (int u = 0; u < 4; u++) {
-            const uint4 low = load_16(mine + 1024 * u), high = load_16(mine + 1024 * u + 512);
-            const uint32_t four = word(scales, u);
+        const uint32_t* scales = reinterpret_cast<const uint32_t*>(mine + kCodes - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
+#pragma unroll kUnroll
+        for (int u = 0; u < 4; u++, mine += 1024, x.x += 128, x.left -= 128) {
+            const uint4 low = load_16(mine), high = load_16(mine + 512);
+            const uint32_t four = scales[u];
 #pragma unroll
             for (int v = 0; v < 2; v++) {
                 const uint32_t low_scale = scale<kFormat>(four, 2 * v), high_scale = scale<kFormat>(four, 2 * v + 1);
 #pragma unroll
                 for (int p = 2 * v; p < 2 * v + 2; p++) {
-                    const uint4 b = x.take(4 * u + p);
+                    const uint4& b = x.held[p];
                     uint32_t l[4], h[4];
                     expand_e2m1(word(low, p), l);
                     expand_e2m1(word(high, p), h);
@@ -176,6 +171,7 @@ private:
                     for (int i = 0; i < 4; i++) l[i] = mul_bf16x2(l[i], low_scale), h[i] = mul_bf16x2(h[i], high_scale);
                     mma_bf16(even, {l[0], h[0], l[1], h[1]}, {b.x, b.y});
                     mma_bf16(odd, {l[2], h[2], l[3], h[3]}, {b.z, b.w});
+                    if (u < 3) x.held[p] = x.load(p + 4);
                 }
             }
         }
@@ -240,7 +236,10 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, int(thread
 
 // One warp's items on their way through its ring. The warp that has read a slot refills it itself, so a slot needs no second barrier.
 // What changes from item to item is pointers that are moved on.
-template <class Walk, class Stretch> class Stream {
+//
+// kUnroll: how many quarters of an FP4 item follow each other in the code. 1 is the fastest (0.6 of the 12.6 us that w2 of six experts of
+// Flash takes), but in linear.cu one register too many.
+template <class Walk, class Stretch, int kUnroll> class Stream {
 public:
     // Shared memory as of `layout`, whose barriers this warp sets up.
     __device__ __forceinline__ Stream(const Layout& layout, char* memory) : depth_(layout.depth), slot_bytes_(layout.slot_bytes) {
@@ -268,9 +267,9 @@ public:
         for (; filled_ < depth_ && (left_ || refill()); filled_++) issue(slot_ + filled_ * slot_bytes_, full_ + filled_);
     }
 
-    // The products of the next items with x, all of one format. Source tells what the items are: more(), whether there is another one; x()
-    // and left(), this lane's token from the item's first column on and how many columns it has from there; next(), to the warp's next
-    // item, returns whether the sum is complete, which then goes to done(sum). whole: no item reaches beyond the columns' end.
+    // The products of the next items with x, all of one format. Source tells what the items are: more(), whether there is another one;
+    // x(column), this lane's token from the item's first column on, which is number `column` of columns(); next(), to the warp's next item,
+    // returns whether the sum is complete, which then goes to done(sum). whole: no item reaches beyond the columns' end.
     template <class Source> __device__ __forceinline__ void multiply(int format, bool whole, Source& source) {
         if (format == kBf16) whole ? run<kBf16, true>(source) : run<kBf16, false>(source);
         else if (format == kFp8) whole ? run<kFp8, true>(source) : run<kFp8, false>(source);
@@ -284,9 +283,11 @@ private:
         Sum sum;
 #pragma unroll 1
         while (source.more()) {
-            Operand<kFormat, kWhole> operand(source.x() + skip, source.left() - skip);
+            int column;
+            const __nv_bfloat16* const x = source.x(item_columns(kFormat), column);
+            Operand<kFormat, kWhole> operand(x + skip, source.columns() - column - skip);
             mbarrier_wait(full_, parity_);
-            sum.add(slot_ + 16 * lane, operand);
+            sum.template add<kUnroll>(slot_ + 16 * lane, operand);
             __syncwarp();
             if (left_ || refill()) issue(slot_, full_);
             slot_ += slot_bytes_, full_++;
