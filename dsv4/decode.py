@@ -51,9 +51,12 @@ class Decoder:
 
 
 def capture(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """`work` on a GPU as a CUDA graph: what replays it, and its result, whose tensors every replay fills anew. Nothing runs yet."""
+    """`work` on a GPU as a CUDA graph: what replays it, and its result, whose tensors every replay fills anew. Nothing runs yet.
+
+    The stream is of this GPU: torch's own for captures is of the first GPU that one was made on, and would leave the others' work outside.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         out = work()
 
     def replay():

@@ -50,6 +50,30 @@ def answer(kind, model, prompt, steps, **sampling):
     return tokens, torch.stack(rows), sampler.seen
 
 
+def test_a_capture_is_on_a_stream_of_its_gpu(monkeypatch):
+    """torch.cuda.graph without one takes a stream of the GPU that was captured on first: the second GPU's work would run, uncaptured."""
+    log, there = [], torch.device("cuda", 1)
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+
+    @contextlib.contextmanager
+    def inside(what, *args):
+        log.append((what, *args))
+        yield
+        log.append(("end", what))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: inside("device", device))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream=None: inside("graph", stream))
+    replay, out = decode.capture(there, lambda: log.append("work") or 7)
+    assert log == [("device", there), ("graph", ("stream", there)), "work", ("end", "graph"), ("end", "device")] and out == 7
+    replay()
+    assert log[5:] == [("device", there), "replay", ("end", "device")]
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 2.0, "seed": 5, "repetition_penalty": 1.5}])
 def test_graphs_give_the_tokens_of_single_steps(model, monkeypatch, seed, sampling, devices):
