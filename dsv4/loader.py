@@ -298,8 +298,8 @@ class _Loading:
         told, most = "" if free is None else f", {human_bytes(free)} are free", max(todo, least)
         told += f": {human_bytes(most - free)} or more missing" if free is not None and most > free else ""
         return DoesNotFit(f"{part.device}: out of memory while loading {part.name}: it needs {human_bytes(part.nbytes)}, with the "
-                          f"{len(behind) - 1} parts behind it {human_bytes(todo)}, and room to pack it{told}: end what else uses this memory, "
-                          "or give more --devices, a smaller --context or fewer --layers")
+                          f"{len(behind) - 1} parts behind it {human_bytes(todo)}, and room to pack it{told}: end what else uses this "
+                          "memory, or give more --devices, a smaller --context or fewer --layers")
 
     # ---- binding: a thread a device, which begins its units and takes their tensors
 
