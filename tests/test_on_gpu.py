@@ -351,7 +351,7 @@ def test_ctrl_c_while_loading_gives_all_back(model):
     with pytest.raises(KeyboardInterrupt):
         Model(checkpoint, plan, BF16, on_progress)
     after = used()
-    assert len(calls) == 5 and threading.active_count() == threads
+    assert 5 <= len(calls) < 20 and threading.active_count() == threads  # what had been read by then is told
     assert after[0] == before[0] and after[1] - before[1] <= 64 << 20, (before, after)
 
 
