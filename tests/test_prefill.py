@@ -6,16 +6,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dsv4 import decode, prefill
+from dsv4.checkpoint import Checkpoint
 from dsv4.errors import CheckpointError, UserError
 from dsv4.layers import Numerics
+from dsv4.model import Model
 from dsv4.plan import DevicePlan, Plan
 from dsv4.prefill import CAPTURED_FROM, Prefill
+from dsv4.sampler import Sampler, Sampling
 from tests.memory_checkpoint import CPU, model_of, random_checkpoint
 from tests.test_decode import fake_capture
 
@@ -276,3 +280,30 @@ def test_a_slow_device_holds_back_no_more_than_it_must(slow, monkeypatch):
         patch.setattr(Machine, "touch", slower)
         machine = on_late_devices(model, [5] * 4 * chunks, patch)
     assert not machine.races and machine.host_time == 3 * chunks + 2
+
+
+def test_any_split_of_the_bundled_checkpoint_gives_its_tokens_and_logits():
+    """Cut at every place, and loaded by two lanes at once: a prompt and 12 greedy steps, bit for bit those of one device."""
+    checkpoint = Checkpoint.open(Path(__file__).parents[1] / "checkpoints" / "tiny")
+    layers, prompt = tuple(range(checkpoint.config.num_hidden_layers)), list(range(40, 77))
+
+    def plan(cuts, other=CPU):
+        shares = [layers[a:b] for a, b in zip((0, *cuts), (*cuts, len(layers)), strict=True)]
+        return Plan(layers, tuple(DevicePlan((CPU, other)[i % 2], share, 0, 0, 0, 0) for i, share in enumerate(shares)), CONTEXT, 8, False)
+
+    def answer(model):
+        cache = model.new_cache()
+        it = decode.Decoder(model, cache, Sampler(Sampling(temperature=0), prompt, model.config.vocab_size, CONTEXT, CPU))
+        tokens, rows = [it.sample(Prefill(model, cache).read(prompt))], [it.logits]
+        for _ in range(12):
+            tokens.append(it.step())
+            rows.append(it.logits)
+        return tokens, torch.stack(rows)
+
+    model = Model(checkpoint, plan(()), Numerics(keep_dequantised=True))
+    want, answers = answer(model), []
+    for cuts in [(n,) for n in layers[1:]] + [(1, 2, 5), layers[1:]]:
+        model.plan = plan(cuts)
+        answers.append(answer(model))
+    answers.append(answer(Model(checkpoint, plan((2, 4), torch.device("cpu", 0)), Numerics(keep_dequantised=True))))
+    assert all(tokens == want[0] and torch.equal(rows, want[1]) for tokens, rows in answers) and len(answers) == len(layers) + 2
