@@ -51,9 +51,12 @@ class Decoder:
 
 
 def capture(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """`work` on a GPU as a CUDA graph: what replays it, and its result, whose tensors every replay fills anew. Nothing runs yet."""
+    """`work` on a GPU as a CUDA graph: what replays it, and its result, whose tensors every replay fills anew. Nothing runs yet.
+
+    The stream is of this GPU: torch's own for captures is of the first GPU that one was made on, and would leave the others' work outside.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         out = work()
 
     def replay():
@@ -181,7 +184,11 @@ def hop_us(model: Model, trips: int = 32) -> float | None:
     return slowest
 
 
+def captures() -> bool:
+    """Whether steps are captured: where the kernels run, unless DSV4_SYNC=1 asks for one launch at a time. Definitions look at values."""
+    return ops.max_tokens() is not None and not launch.SYNC
+
+
 def decoder(model: Model, cache: Cache, sampler: Sampler) -> Decoder:
-    """Graphs where the kernels run, unless DSV4_SYNC=1 asks for one launch at a time; the definitions step by step."""
-    graphs = ops.max_tokens() is not None and not launch.SYNC
-    return (GraphDecoder if graphs else Decoder)(model, cache, sampler)
+    """Graphs where steps are captured, else step by step."""
+    return (GraphDecoder if captures() else Decoder)(model, cache, sampler)
