@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from helpers.make_checkpoint import write_file  # noqa: E402
 from single_shot_inference import OneLineParser  # noqa: E402
 
 QUICK_S = 280  # of the 5 minutes that --quick promises; the rest is for the last child to end
+QUICK_LIMIT_S = 90  # of one of its checks, so that a hang leaves time for others
 SLOW, LAUNCH_US = 1.5, 3.5  # us: what a launch of a stream costs beside its bytes on an H200 (docs/measurements.md); elsewhere a guess
 OF_TORCH = 0.95  # of torch's speed, which a GEMM is to have
 BLACKWELL = ARCHITECTURES["nvfp4"]
@@ -92,8 +93,9 @@ def plan(device: torch.device, arch: str, quick: bool) -> list[Check]:
     checks += [*_right(on, presets, gpu, quick), *_fast(on, presets, gpu, quick)]
     seen = {kernel for check in checks if not check.name.startswith("build") for kernel in check.kernels}
     files = light_checks.test_files() if gpu else {}
-    return checks + [Check(f"tests, {file}", light_checks.tests, {"file": file, "of": of}, 400, tuple(of))
-                     for file, of in files.items() if not quick or not seen.issuperset(of)]
+    checks += [Check(f"tests, {file}", light_checks.tests, {"file": file, "of": of}, 400, tuple(of))
+               for file, of in files.items() if not quick or not seen.issuperset(of)]
+    return [replace(check, limit_s=min(check.limit_s, QUICK_LIMIT_S)) for check in checks] if quick else checks
 
 
 def _right(on: dict, presets: tuple[str, ...], gpu: bool, quick: bool) -> list[Check]:
@@ -125,14 +127,6 @@ def _fast(on: dict, presets: tuple[str, ...], gpu: bool, quick: bool) -> list[Ch
         checks.append(Check(f"quantisers, {preset}", light_checks.quantisers,
                             on | {"preset": preset, "tokens": (1, 129, 4096) if gpu else (1, 3)},
                             kernels=("to_nvfp4", "rms_norm_to_nvfp4", "swiglu_to_nvfp4")))
-    lengths = {True: (4096,) if quick else (4096, 1 << 20), False: (130,)}[gpu]
-    for preset in presets:
-        kinds = list(dict.fromkeys(map(PRESETS[preset].kind, range(PRESETS[preset].num_hidden_layers))))
-        for kind in kinds if gpu or not quick else kinds[:1]:
-            checks.append(Check(f"decode, {preset} {kind}", light_checks.decode, on | {"preset": preset, "kind": kind, "contexts": lengths},
-                                240))
-        checks.append(Check(f"decode, {preset} ends", light_checks.decode, on | {"preset": preset, "kind": None, "contexts": lengths[:1]},
-                            240))
     for preset, (kind, where) in itertools.product(presets, ARCHITECTURES.items()):
         few = ("wkv", "wo_a", "wo_b", "shared w1 w3") if quick else None
         tokens = (1, 5) if not gpu else (128, 2048) if quick else (1, 128, 2048, 8192)
@@ -142,6 +136,14 @@ def _fast(on: dict, presets: tuple[str, ...], gpu: bool, quick: bool) -> list[Ch
                             where if gpu else ()))
     checks += [Check(f"grouped, {preset}", light_checks.grouped, on | {"preset": preset}, kernels=("gemm_nvfp4",), architectures=BLACKWELL)
                for preset in presets if gpu]
+    lengths = {True: (4096,) if quick else (4096, 1 << 20), False: (130,)}[gpu]
+    for preset in presets:
+        kinds = list(dict.fromkeys(map(PRESETS[preset].kind, range(PRESETS[preset].num_hidden_layers))))
+        for kind in kinds if gpu or not quick else kinds[:1]:
+            checks.append(Check(f"decode, {preset} {kind}", light_checks.decode, on | {"preset": preset, "kind": kind, "contexts": lengths},
+                                240))
+        checks.append(Check(f"decode, {preset} ends", light_checks.decode, on | {"preset": preset, "kind": None, "contexts": lengths[:1]},
+                            240))
     return checks
 
 

@@ -74,9 +74,11 @@ def implementation(name: str, device: torch.device) -> Callable:
 
 
 def prepare(device: torch.device) -> None:
-    """torch's settings. On a CPU, in this child process: few calls, as times mean nothing, and definitions as products."""
+    """torch's settings, and its device. On a CPU, in this child process: few calls, as times mean nothing, and definitions as products."""
     runtime.prepare_torch(1 << 40)
-    if device.type == "cpu":
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # graphs are captured on the current one
+    else:
         timing.CALLS, timing.WARM, timing.TIMED = 1, 0, 2
         bench_gemm.COLD = bench_gemm.GRAPH_US = bench_gemm.MIN_CALLS = bench_gemm.TIMED = 1
         bench_gemm.Product.ours = lambda self, i, tile=None: lambda: self.exact().bfloat16()

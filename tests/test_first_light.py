@@ -16,7 +16,9 @@ from dsv4.kernels import build
 from dsv4.kernels.cute import build as cute_build
 from dsv4.ops.attention import attention_ref
 from dsv4.ops.experts import moe_ref
+from dsv4.ops.mhc import mhc_pre_ref
 from dsv4.ops.nvfp4 import rms_norm_to_nvfp4_ref, swiglu_to_nvfp4_ref, to_nvfp4_ref
+from dsv4.ops.router import router_ref
 from dsv4.ops.sample import sample_ref
 from helpers import bench_gemm, children, first_light, light_checks, timing
 from helpers.first_light import Check, Report
@@ -261,18 +263,18 @@ def test_a_wrong_kernel_of_a_layer_fails_and_no_other(monkeypatch, operation, de
     assert set().union(*found.values()) == {"pass"} and {"linear", "router", "index_scores", "select_entries", "mhc_pre"} <= found.keys()
 
 
-def test_streams_differ_so_that_a_mixed_up_one_shows(monkeypatch):
-    """A kernel that returns to the streams in another order: embeddings, which are all alike, would hide it."""
-    from dsv4.ops.mhc import mhc_post_ref
+def test_streams_differ_so_that_a_transposed_comb_shows(monkeypatch):
+    """Where the first output of a layer returns to the streams: embeddings, four streams alike, would hide it, as comb's rows and columns
+    sum to 1."""
+    def transposed(X, pending, *a, **k):
+        return mhc_pre_ref(X, pending and pending._replace(comb=pending.comb.transpose(-1, -2).contiguous()), *a, **k)
 
-    monkeypatch.setattr(light_checks, "implementations", lambda _: {"mhc_post": lambda *a: mhc_post_ref(*a).flip(1)})
+    monkeypatch.setattr(light_checks, "implementations", lambda _: {"mhc_pre": transposed})
     monkeypatch.setattr(light_checks, "prepare", lambda _: None)
-    assert verdicts(light_checks.layer(CPU, "tiny", 0, past=0, prompt=2, decode=1))["mhc_post"] == {"fail"}
+    assert verdicts(light_checks.layer(CPU, "tiny", 0, past=0, prompt=2, decode=1))["mhc_pre"] == {"fail"}
 
 
 def test_a_wrong_choice_fails(monkeypatch):
-    from dsv4.ops.router import router_ref
-
     def others(*a, **k):
         chosen, weights = router_ref(*a, **k)
         return (chosen + 1) % 8, weights
