@@ -435,7 +435,9 @@ def _against(rows: list[dict]) -> list[str]:
 
 
 def facts_of(device: torch.device, argv: list[str]) -> dict:
-    """What the report is of."""
+    """What the report is of. Without the place that it is written to, as it may be published."""
+    places = [i for i, word in enumerate(argv) if word == "--out"]
+    argv = [word for i, word in enumerate(argv) if not word.startswith("--out") and i - 1 not in places]
     try:
         asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=20)
         commit = asked.stdout.strip()

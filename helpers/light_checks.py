@@ -126,7 +126,7 @@ def machine(device: torch.device) -> Iterator[dict]:
     nvcc = build.find_nvcc()
     release = nvcc.version.split("release ")[-1].split(",")[0]
     yield row("machine", "toolkit", wrong=f"nvcc {release} is newer than the driver's CUDA {cuda[0]}.{cuda[1]}: install a newer driver"
-              if int(release.split(".")[0]) > cuda[0] else None, nvcc=release, cache=str(build.cache_folder()))
+              if int(release.split(".")[0]) > cuda[0] else None, nvcc=release)
     try:
         dsl = importlib.metadata.version("nvidia-cutlass-dsl")
         yield row("machine", "CuTeDSL", wrong=None if dsl == DSL else f"expected nvidia-cutlass-dsl {DSL}, found {dsl}", found=dsl)
@@ -362,8 +362,8 @@ def _other_bytes(got, want) -> str | None:
     return None
 
 
-def sample(device: torch.device, preset: str) -> Iterator[dict]:
-    """Tokens drawn from logits of the model's vocabulary: bit for bit the definition's on a CPU."""
+def sample(device: torch.device, preset: str, draws: int = 20) -> Iterator[dict]:
+    """Tokens drawn from logits of the model's vocabulary: those of the definition on a CPU, every one."""
     prepare(device)
     ours, definition = implementation("sample", device), backend._definitions["sample"]
     draw, size = torch.Generator(device).manual_seed(1), PRESETS[preset].vocab_size
@@ -371,7 +371,7 @@ def sample(device: torch.device, preset: str) -> Iterator[dict]:
     for called, other in (("greedy", {}), ("drawn", {"temperature": 1.0}),
                           ("top-k, top-p, penalty", {"temperature": 0.7, "top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1})):
         wrong = None
-        for _ in range(20):
+        for _ in range(draws):
             logits, seen = 4 * torch.randn(size, generator=draw, device=device), torch.zeros(size, dtype=torch.uint8, device=device)
             seen[torch.randint(size, (size // 3,), generator=draw, device=device)] = 1
             uniforms, positions = torch.rand(1, generator=draw, device=device), torch.zeros(1, dtype=torch.int64, device=device)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsv4 import kernels
 from dsv4.errors import UserError
 from dsv4.kernels import build
 from dsv4.kernels.cute import build as cute_build
@@ -24,6 +25,7 @@ from helpers import bench_gemm, children, first_light, light_checks, timing
 from helpers.first_light import Check, Report
 from helpers.light_checks import row
 
+from .emulator.emulator import emulated, needs_gxx
 from .planted_checks import dies, good, hangs, names_its_kernel, raises, settings, wrong
 from .test_bench_gemm import values_of
 
@@ -105,7 +107,7 @@ def test_the_report_has_what_a_program_needs(planted):
     assert code == 0 and report["verdict"] == "pass"
     assert report.keys() == {"facts", "complete", "verdict", "kernels", "roofs", "checks", "rows"}
     assert report["facts"].keys() == {"device", "torch", "python", "commit", "date", "seconds", "command"}
-    assert report["facts"]["command"].startswith("python helpers/first_light.py --device cpu --out ")
+    assert report["facts"]["command"] == "python helpers/first_light.py --device cpu"
     (check,) = report["checks"]
     assert check.keys() == {"name", "verdict", "why", "seconds", "kernels", "rows"} and check["rows"] == 2
     for found in report["rows"]:
@@ -237,6 +239,28 @@ def test_the_real_checks_on_a_cpu(tmp_path, monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------------------------- the checks themselves
+
+
+@needs_gxx
+@pytest.mark.parametrize("check, arguments", [
+    (light_checks.quantisers, {"tokens": (3,)}), (light_checks.sample, {"draws": 1}),
+    (light_checks.products, {"kind": "nvfp4", "tokens": (3,), "names": ("wkv",)}),
+])
+def test_the_kernels_pass_on_the_emulator(products_on_cpu, monkeypatch, check, arguments):
+    """The checks call the wrappers as they are to be called (those of layers: test_compare_layers.py)."""
+    monkeypatch.setattr(light_checks, "implementations", lambda _: kernels.wrappers())
+    monkeypatch.setattr(bench_gemm.Product, "raw", lambda self, i: lambda: kernels.nvfp4.nvfp4_linear(self.x, self.weights[0]))
+    with emulated():
+        rows = list(check(CPU, "tiny", **arguments))
+    assert {r["verdict"] for r in rows} == {"pass"}, [r for r in rows if r["verdict"] != "pass"]
+
+
+def test_decoding_at_several_contexts(products_on_cpu):
+    """What a longer context changes is measured again, and nothing else."""
+    rows = list(light_checks.decode(CPU, "tiny", "CSA", (130, 700)))
+    later = {r["row"] for r in rows if r["context"] == 700}
+    assert {name for name in later if ": " in name} == {"CSA: attention", "CSA: index_scores", "CSA: select_entries"}
+    assert "CSA layer" in later and {r["kernel"] for r in rows} >= {None, "attention", "moe", "linear", "router", "mhc_pre"}
 
 
 def verdicts(rows) -> dict[str, set[str]]:
