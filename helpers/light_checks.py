@@ -455,7 +455,8 @@ def products(device: torch.device, preset: str, kind: str, tokens: Iterable[int]
             wrong = _product_wrong(kind, numbers)
             if wrong is None and "torch_error" in numbers and _product_wrong(kind, numbers, "torch_error"):
                 numbers["note"] = f"torch's own error is {numbers['torch_error']:.2e}"
-            size = groups * k * (n + m) * bench_gemm.BITS[kind] // 8 + 2 * groups * m * n
+            bits = bench_gemm.BITS[kind] + (0.5 if kind == "nvfp4" else 0)  # a scale for 16 values
+            size = round(groups * (k * (n + m) * bits / 8 + 2 * m * n))
             flops = 2 * groups * m * k * n
             yield row("right", f"{preset} {name}, {m} tokens", f"gemm_{kind}", wrong, **numbers, bytes=size, flops=flops)
             if "raw_error" in numbers:
