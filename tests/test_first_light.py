@@ -2,6 +2,7 @@
 stand in the kernels' place, and with wrong kernels planted. Times need a GPU."""
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -191,6 +192,8 @@ def test_every_kernel_is_looked_at(arch):
         seen = {kernel for check in checks if not check.name.startswith("build") for kernel in check.kernels}
         assert seen == set(first_light.all_kernels())
         assert len({check.name for check in checks}) == len(checks)
+        for check in checks:
+            inspect.signature(check.function).bind(**check.arguments)  # or it raises
         here = {kernel for check in checks if arch in (check.architectures or (arch,)) and not check.name.startswith("build")
                 for kernel in check.kernels}
         elsewhere = {"gemm_nvfp4", "nvfp4_linear"} if arch == "sm_90a" else {"gemm_bf16", "gemm_e4m3"}
