@@ -143,11 +143,13 @@ def cases(ratio: int, context: int, tokens: int) -> list[Case]:
 class Bench:
     """Copies of each kind of layer, near the end of a context, and what their steps take."""
 
-    def __init__(self, config: ModelConfig, format: str, device: torch.device, context: int, tokens: int, backend_name: str):
+    def __init__(self, config: ModelConfig, format: str, device: torch.device, context: int, tokens: int, backend_name: str,
+                 kinds: Iterable[str] | None = None):
+        """`kinds`: of layers; all that the model has unless given."""
         self.config, self.device, self.tokens = config, device, tokens
         ops.select_backend(backend_name)
         self.checkpoint = SyntheticCheckpoint(config, format, device)
-        self.kinds = self._kinds()
+        self.kinds = {kind: layers for kind, layers in self._kinds().items() if kinds is None or kind in kinds}
         layers = tuple(sorted(n for layers in self.kinds.values() for n in layers))
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         plan = Plan(layers, (DevicePlan(device, layers, 0, 0, 0, 0),), context, tokens, False)

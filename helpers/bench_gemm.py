@@ -1,12 +1,13 @@
 """How fast the CuTeDSL GEMMs are beside torch's (cuBLAS) at the model's shapes: us, TFLOP/s and their ratio.
 
-    python helpers/bench_gemm.py [--preset pro,flash] [--kinds bf16,e4m3] [--tokens 128,512,2048,8192] [--sweep] [--json FILE]
+    python helpers/bench_gemm.py [--preset pro,flash] [--kinds bf16,e4m3|nvfp4] [--tokens 128,512,2048,8192] [--sweep] [--json FILE]
 
 Weights are read cold: each CUDA graph walks over copies that are 240 MB and more (4 times L2) together. Ours and torch's are replayed in
 turn without a pause, so that clocks and heat are the same for both; numbers are medians. bf16 stands beside torch.mm (torch.bmm for wo_a's
-groups), e4m3 beside torch.nn.functional.scaled_mm with the same scales, one per token and 128 of K and one per 128 x 128 of the weight.
-`error` is the distance to the product in fp32 of the same operands, relative to it, over the first 256 tokens. --sweep measures every
-tile, to see what choice.py missed.
+groups), e4m3 beside torch.nn.functional.scaled_mm with the same scales, one per token and 128 of K and one per 128 x 128 of the weight;
+nvfp4 (Blackwell alone) beside scaled_mm and, up to 128 tokens, the raw CUDA nvfp4_linear, on the same bytes. `error` is a token's distance
+to its product in fp32 of the same operands, relative to it, root mean square over the first 256 tokens. --sweep measures every tile, to see
+what choice.py missed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from dsv4.config import PRESETS, ModelConfig  # noqa: E402
 from dsv4.errors import UserError  # noqa: E402
 from dsv4.kernels.cute import build, gemm  # noqa: E402
 from dsv4.kernels.cute.choice import choose, predicted_us  # noqa: E402
-from dsv4.kernels.cute.tiles import SCALE_BLOCK, TILES, Tile  # noqa: E402
+from dsv4.kernels.cute.tiles import ARCHITECTURES, BITS, SCALE_BLOCK, TILES, Tile  # noqa: E402
 from dsv4.kernels.launch import architecture  # noqa: E402
+from dsv4.kernels.layouts import Nvfp4, Nvfp4Operand, swizzle_scales, unswizzle_scales  # noqa: E402
+from dsv4.kernels.nvfp4 import MAX_LINEAR_TOKENS, nvfp4_linear  # noqa: E402
+from dsv4.ops.nvfp4 import nvfp4_linear_ref, to_nvfp4_ref, unpack_nvfp4  # noqa: E402
 from helpers.bench_decode import check_outputs, graph_of  # noqa: E402
 from single_shot_inference import OneLineParser, whole  # noqa: E402
 
@@ -39,7 +43,7 @@ COLD = 240 << 20
 GRAPH_US, MIN_CALLS, MAX_CALLS = 1500, 2, 40  # of a graph
 WARM, TIMED, TIMED_SWEEP = 2, 12, 6  # replays
 CHECKED = 256  # tokens whose error is looked at
-KINDS = ("bf16", "e4m3")
+KINDS = tuple(ARCHITECTURES)
 Call = Callable[[], torch.Tensor]
 
 
@@ -57,11 +61,17 @@ def shapes(config: ModelConfig) -> list[tuple[str, int, int, int]]:
 class Product:
     """One shape's operands: x once, as if just made, and so many copies of w that each is read cold."""
 
-    def __init__(self, kind: str, m: int, k: int, n: int, groups: int, device: torch.device, cold: int = COLD):
+    def __init__(self, kind: str, m: int, k: int, n: int, groups: int, device: torch.device, cold: int | None = None):
         self.kind, self.m, self.k, self.n, self.groups = kind, m, k, n, groups
-        copies = -(-cold // (groups * n * k * (2 if kind == "bf16" else 1)))
+        copies = -(-8 * (COLD if cold is None else cold) // (groups * n * k * BITS[kind]))
         draw = torch.Generator(device).manual_seed(1)
         x = torch.randn(m, groups, k, generator=draw, device=device)
+        if kind == "nvfp4":
+            # Powers of two: torch's product has one scale for all tokens, and its result times these is rounded as ours is.
+            rows = torch.exp2(torch.randint(-8, 9, (m,), generator=draw, device=device).float())
+            self.x = to_nvfp4_ref(x[:, 0], swizzled=True)._replace(row_scales=rows)
+            self.weights = [self._drawn_nvfp4(draw) for _ in range(copies)]
+            return
         self.weights = [torch.randn(groups * n, k, generator=draw, device=device, dtype=torch.bfloat16) for _ in range(copies)]
         if kind == "bf16":
             self.x = x.bfloat16() if groups > 1 else x[:, 0].bfloat16()
@@ -71,8 +81,17 @@ class Product:
         exponents = torch.randint(-3, 4, (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)), generator=draw, device=device)
         self.w_scale = torch.exp2(exponents.float())
 
+    def _drawn_nvfp4(self, draw: torch.Generator) -> Nvfp4Operand:
+        """Any codes; scales from 0.5 to 3.75."""
+        def drawn(low, high, columns):
+            return torch.randint(low, high, (self.n, columns), generator=draw, device=draw.device, dtype=torch.uint8)
+
+        return Nvfp4Operand(drawn(0, 256, self.k // 2), swizzle_scales(drawn(0x30, 0x48, self.k // 16)), 0.0123)
+
     def ours(self, i: int, tile: Tile | None = None) -> Call:
         w = self.weights[i % len(self.weights)]
+        if self.kind == "nvfp4":
+            return lambda: gemm.gemm_nvfp4(self.x, w, tile)
         if self.kind == "bf16":
             return lambda: gemm.gemm(self.x, w, tile)
         return lambda: gemm.gemm_fp8(self.x, self.x_scale, w, self.w_scale, tile)
@@ -84,13 +103,43 @@ class Product:
         if self.kind == "bf16":
             by_group, w = self.x.transpose(0, 1), w.view(self.groups, self.n, self.k).transpose(1, 2)
             return lambda: torch.bmm(by_group, w).transpose(0, 1)
-        from torch.nn.functional import ScalingType, scaled_mm
+        from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+        if self.kind == "nvfp4":
+            recipe, swizzle = [ScalingType.BlockWise1x16, ScalingType.TensorWise], [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+            (x, x_scales), (y, y_scales) = ((part.values.view(torch.float4_e2m1fn_x2), part.scales.view(torch.float8_e4m3fn))
+                                            for part in (self.x, w))
+            one, all_of = (torch.tensor([scale], device=x.device) for scale in (1.0, w.scale))
+            return lambda: scaled_mm(x, y.T, [x_scales, one], recipe, [y_scales, all_of], recipe, swizzle, swizzle,
+                                     output_dtype=torch.bfloat16)
         scales = self.x_scale[:, : self.m].T, ScalingType.BlockWise1x128, self.w_scale.T, ScalingType.BlockWise128x128
         return lambda: scaled_mm(self.x, w.T, *scales, output_dtype=torch.bfloat16)
 
+    def raw(self, i: int) -> Call | None:
+        """The raw CUDA kernel of the same product, where there is one."""
+        if self.kind != "nvfp4" or self.m > MAX_LINEAR_TOKENS:
+            return None
+        return lambda: nvfp4_linear(self.x, self.weights[i % len(self.weights)])
+
+    def definition(self) -> Call | None:
+        """The torch definition of the first tokens' product with copy 0, where it is an operation of ours."""
+        return (lambda: nvfp4_linear_ref(self._first(), self.weights[0])) if self.kind == "nvfp4" else None
+
+    def as_ours(self, theirs: Call) -> Call:
+        """torch's product with the tokens' scales, which its nvfp4 form has not."""
+        return (lambda: theirs().float() * self.x.row_scales[:, None]) if self.kind == "nvfp4" else theirs
+
+    def _first(self) -> Nvfp4:
+        """The first tokens, their scales plain."""
+        x = self.x
+        return Nvfp4(x.values[:CHECKED], x.plain_scales()[:CHECKED], x.row_scales[:CHECKED], False)
+
     def exact(self) -> torch.Tensor:
         """The first tokens' product with copy 0 in fp32."""
+        if self.kind == "nvfp4":
+            w = self.weights[0]
+            scales, of_all = unswizzle_scales(w.scales, self.n, self.k // 16), torch.full((self.n,), w.scale, device=w.values.device)
+            return unpack_nvfp4(self._first()) @ unpack_nvfp4(Nvfp4(w.values, scales, of_all, False)).T
         m, w = min(self.m, CHECKED), self.weights[0].float()
         if self.kind == "bf16":
             x = self.x[:m].float().view(m, self.groups, self.k)
@@ -101,8 +150,9 @@ class Product:
 
 
 def error(call: Call, exact: torch.Tensor) -> float:
+    """Of the first tokens' result, relative, root mean square over tokens (and groups)."""
     got = call()[: len(exact)].float().view(exact.shape)
-    return float((got - exact).norm() / exact.norm())
+    return float(((got - exact).norm(dim=-1) / exact.norm(dim=-1)).square().mean().sqrt())
 
 
 def medians(device: torch.device, graphs: list[Call], timed: int) -> list[float]:
@@ -136,17 +186,25 @@ def measure(product: Product, device: torch.device, sweep: bool) -> dict:
     tiles = [chosen] + [t for t in TILES if sweep and t.kind == p.kind and t != chosen]
     calls = min(MAX_CALLS, max(MIN_CALLS, len(p.weights), round(GRAPH_US / predicted_us(chosen, *arguments))))
     row = {"kind": p.kind, "tokens": p.m, "K": p.k, "N": p.n, "groups": p.groups, "tile": chosen.name, "calls": calls,
-           "error": error(p.ours(0), exact)}
-    graphs = [graph_of(device, [p.ours(i, tile) for i in range(calls)]) for tile in tiles]
+           "error": error(p.ours(0), exact), "rounding": error(exact.bfloat16, exact)}
+    graphs, others = [graph_of(device, [p.ours(i, tile) for i in range(calls)]) for tile in tiles], []
+    if p.definition() is not None:
+        row["definition_error"] = error(p.definition(), exact)
+    if p.raw(0) is not None:
+        row["raw_error"] = error(p.raw(0), exact)
+        others.append("raw_us")
+        graphs.append(graph_of(device, [p.raw(i) for i in range(calls)]))
     try:
-        row["torch_error"] = error(p.torchs(0), exact)
+        row["torch_error"] = error(p.as_ours(p.torchs(0)), exact)
         graphs.append(graph_of(device, [p.torchs(i) for i in range(calls)]))
-    except (RuntimeError, ValueError, ImportError) as refusal:  # a torch that lacks this form: ours is measured all the same
+        others.append("torch_us")
+    except (RuntimeError, ValueError, ImportError, AttributeError) as refusal:  # a torch that lacks this form: ours is all the same
         row["torch_refuses"] = str(refusal).splitlines()[0]
     times = [t / calls for t in medians(device, graphs, TIMED_SWEEP if sweep else TIMED)]
     row["us"], row["tflops"] = times[0], 2e-6 * p.m * p.n * p.k * p.groups / times[0]
-    if len(graphs) > len(tiles):
-        row["torch_us"], row["ratio"] = times[-1], times[-1] / times[0]
+    row |= dict(zip(others, times[len(tiles) :], strict=True))
+    if "torch_us" in row:
+        row["ratio"] = row["torch_us"] / row["us"]
     if sweep:
         row["tiles"] = {tile.name: {"us": us, "predicted_us": predicted_us(tile, *arguments), "error": error(p.ours(0, tile), exact)}
                         for tile, us in zip(tiles, times, strict=False)}
@@ -154,7 +212,7 @@ def measure(product: Product, device: torch.device, sweep: bool) -> dict:
 
 
 HEADER = (f"{'':<20}{'kind':>5}{'K':>7}{'N':>7}{'grp':>4}{'tokens':>7}{'us':>9}{'TFLOP/s':>8}{'torch us':>9}{'ratio':>7}{'error':>9}"
-          f"{'torch':>9}  tile")
+          f"{'torch':>9}{'raw us':>9}  tile")
 
 
 def line(row: dict) -> str:
@@ -165,6 +223,7 @@ def line(row: dict) -> str:
         best = f"  best {name.removeprefix('gemm_')} {found['us']:.1f}, worst error {max(t['error'] for t in row['tiles'].values()):.1e}"
     peer = f"{row['torch_us']:9.1f}{row['ratio']:7.2f}" if "ratio" in row else f"{'-':>9}{'-':>7}"
     theirs = f"{row['torch_error']:9.1e}" if "torch_error" in row else f"{'-':>9}"
+    theirs += f"{row['raw_us']:9.1f}" if "raw_us" in row else f"{'-':>9}"
     return (f"{row['row']:<20}{row['kind']:>5}{row['K']:>7}{row['N']:>7}{row['groups']:>4}{row['tokens']:>7}{row['us']:9.1f}"
             f"{row['tflops']:8.0f}{peer}{row['error']:9.1e}{theirs}  {row['tile'].removeprefix('gemm_')}{best}")
 
@@ -182,6 +241,12 @@ def machine(device: torch.device) -> dict[str, str]:
     return {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, query: found}
 
 
+def kinds_of(device: torch.device) -> list[str]:
+    """The products that a GPU has kernels for; on a CPU, where the plumbing is tested, Hopper's."""
+    arch = architecture(device) if device.type == "cuda" else "sm_90a"
+    return [kind for kind in KINDS if arch in ARCHITECTURES[kind]]
+
+
 def names(known: list[str]) -> Callable[[str], list[str]]:
     """An argument type: names out of these, with commas."""
     def parse(text: str) -> list[str]:
@@ -195,7 +260,7 @@ def names(known: list[str]) -> Callable[[str], list[str]]:
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", type=names(sorted(PRESETS)), default=["pro", "flash"], help="default: pro,flash")
-    parser.add_argument("--kinds", type=names(list(KINDS)), default=list(KINDS), help="default: bf16,e4m3")
+    parser.add_argument("--kinds", type=names(list(KINDS)), help=f"out of {', '.join(KINDS)} (default: those of the GPU)")
     parser.add_argument("--tokens", type=lambda text: [whole(1)(part) for part in text.split(",")], default=[128, 512, 2048, 8192],
                         help="of a step, with commas (default: 128,512,2048,8192)")
     parser.add_argument("--sweep", action="store_true", help="every tile, not the chosen one alone")
@@ -205,6 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_outputs(args.json, None)
         device = runtime.resolve_devices(args.device)[0]
+        args.kinds = args.kinds or kinds_of(device)
         runtime.prepare_torch(1 << 30)
         start, results = machine(device), []
         if device.type != "cpu":
@@ -213,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         for preset in args.preset:
             for name, k, n, groups in shapes(PRESETS[preset]):
                 for kind in args.kinds:
-                    if kind == "e4m3" and groups > 1:
+                    if kind != "bf16" and groups > 1:
                         continue  # wo_a's activations stay bf16
                     for m in args.tokens:
                         row = measure(Product(kind, m, k, n, groups, device), device, args.sweep)

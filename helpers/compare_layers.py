@@ -195,6 +195,11 @@ SITES = ("attention mHC", "MoE mHC")
 MHC = ("streams", "x", "post", "comb")
 OTHERS = {"select_entries": "top-k", "attention": "attention", "grouped_linear": "wo_a", "linear": "attention out", "moe": "MoE",
           "mhc_post": "streams", "hc_head": "last norm"}
+OPERATION_OF = {  # stage -> the operation that makes it
+    **{f"{site} {part}": "mhc_pre" for site in SITES for part in MHC},
+    **dict.fromkeys((*PROJECTED[0], *PROJECTED[1], "logits"), "projections"),
+    **dict.fromkeys(("q latent", "kv", "compressed", "index keys"), "update_caches"), "index scores": "index_scores",
+    **dict.fromkeys(("experts", "expert weights"), "router"), **{stage: name for name, stage in OTHERS.items()}}
 # Of a layer and the head: an entry may first close long after what follows it was first made.
 ORDER = (*(f"{SITES[0]} {part}" for part in MHC), *PROJECTED[0], "q latent", "kv", "compressed", "index keys", *PROJECTED[1],
          "index scores", "top-k", "attention", "wo_a", "attention out", *(f"{SITES[1]} {part}" for part in MHC), "experts",

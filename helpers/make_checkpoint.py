@@ -239,7 +239,7 @@ def write_checkpoint(folder, config: ModelConfig, weights: dict[str, torch.Tenso
     _write_shards(folder, tensors, shards)
     _write_configs(folder, config, name, fmt, generation_config)
     for file, content in (extra_files or {}).items():
-        _write(folder / file, content)
+        write_file(folder / file, content)
     return encoded
 
 
@@ -309,10 +309,11 @@ def _old_shards(folder, overwrite):
 
 def _write_index(folder, total, weight_map):
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def _write(path, content):
+def write_file(path: Path, content: str | bytes) -> None:
+    """Under a temporary name beside `path`, then a rename: the new file or the old one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
@@ -337,14 +338,14 @@ def _write_configs(folder, config, name, fmt, generation_config):
     if fmt.routed != "plain":
         raw["expert_dtype"] = "fp8" if fmt.routed == "fp8" else "fp4"
     raw["torch_dtype"] = "float32" if fmt.plain == torch.float32 else "bfloat16"
-    _write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    write_file(folder / "config.json", json.dumps(raw, indent=2) + "\n")
     if block is not None and "quantized_layers" in block:  # ModelOpt writes its part a second time
         twin = {key: value for key, value in block.items() if key not in ("ignore", "quant_method")}
-        _write(folder / "hf_quant_config.json",
+        write_file(folder / "hf_quant_config.json",
                json.dumps({"producer": block["producer"], "quantization": twin | {"exclude_modules": block["ignore"]}}, indent=2) + "\n")
     generation = {"bos_token_id": config.bos_token_id, "eos_token_id": raw["eos_token_id"], "do_sample": True, "temperature": 1.0,
                   "top_p": 1.0} if generation_config is None else generation_config
-    _write(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    write_file(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
 
 
 def _layer_range(text):

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from dsv4.config import PRESETS
+from dsv4.formats import e2m1_to_float
 from dsv4.kernels.cute import gemm
 from dsv4.kernels.cute.tiles import TILES
+from dsv4.kernels.layouts import unpack_k_major, unswizzle_scales
+from dsv4.ops.nvfp4 import nvfp4_linear_ref
 from helpers import bench_gemm
 
 CPU = torch.device("cpu")
@@ -83,3 +86,50 @@ def test_refusals(wrong, capsys):
     with pytest.raises(SystemExit):
         bench_gemm.main(["--device", "cpu", *wrong])
     assert "expected" in capsys.readouterr().err
+
+
+def values_of(codes, scales, of_all, rows, K):
+    """An NVFP4 matrix as scaled_mm is given it: packed codes, swizzled e4m3 scales, one fp32 scale."""
+    code = unpack_k_major(codes.view(torch.uint8), rows, K)
+    scale = unswizzle_scales(scales, rows, K // 16).float() * of_all
+    return e2m1_to_float(code) * scale.repeat_interleave(16, 1)
+
+
+def test_every_voice_of_an_nvfp4_product_gets_the_same_numbers(monkeypatch):
+    """What scaled_mm is called with, read by its documentation, gives our product once the tokens' scales are there; a scale at a wrong
+    place would not."""
+    seen = {}
+
+    def scaled_mm(x, w, x_scales, x_recipe, w_scales, w_recipe, x_swizzle, w_swizzle, output_dtype):
+        assert x.dtype == w.dtype == torch.float4_e2m1fn_x2 and x_scales[0].dtype == w_scales[0].dtype == torch.float8_e4m3fn
+        for recipe, swizzle in ((x_recipe, x_swizzle), (w_recipe, w_swizzle)):
+            assert [r.name for r in recipe] == ["BlockWise1x16", "TensorWise"]
+            assert [s.name for s in swizzle] == ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
+        seen.update(x=x.shape, w=w.shape, strides=w.stride())
+        M, K, N = len(x), 2 * x.shape[1], w.shape[1]
+        return (values_of(x, *x_scales, M, K) @ values_of(w.T, *w_scales, N, K).T).to(output_dtype)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_mm", scaled_mm)
+    monkeypatch.setattr(gemm, "gemm_nvfp4", lambda x, w, tile=None: nvfp4_linear_ref(x, w))
+    monkeypatch.setattr(bench_gemm, "nvfp4_linear", nvfp4_linear_ref)
+    for name, few in (("COLD", 1), ("GRAPH_US", 1), ("MIN_CALLS", 1), ("WARM", 0), ("TIMED", 1)):
+        monkeypatch.setattr(bench_gemm, name, few)
+    product = bench_gemm.Product("nvfp4", 130, 352, 264, 1, CPU)
+    assert len({float(row) for row in product.x.row_scales}) > 5
+    assert product.raw(0) is None  # more tokens than it takes
+    row = bench_gemm.measure(product, CPU, False)
+    assert (seen["x"], seen["w"], seen["strides"]) == ((130, 176), (176, 264), (1, 176))
+    assert "raw_us" not in row and row["ratio"] > 0
+    for voice in ("error", "torch_error", "definition_error"):
+        assert 0 < row[voice] <= 1.02 * row["rounding"] < 2e-3, voice
+    product.weights[0] = product.weights[0]._replace(scales=product.weights[0].scales.roll(16))
+    assert bench_gemm.error(product.as_ours(product.torchs(0)), bench_gemm.Product("nvfp4", 130, 352, 264, 1, CPU).exact()) > 0.1
+    small = bench_gemm.measure(bench_gemm.Product("nvfp4", 3, 64, 40, 1, CPU), CPU, False)
+    assert small["raw_us"] > 0 and small["raw_error"] == small["error"]
+
+
+def test_kinds_are_those_of_the_gpu(monkeypatch):
+    assert bench_gemm.kinds_of(CPU) == ["bf16", "e4m3"]
+    for capability, kinds in (((9, 0), ["bf16", "e4m3"]), ((10, 0), ["nvfp4"]), ((10, 3), ["nvfp4"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert bench_gemm.kinds_of(torch.device("cuda", 0)) == kinds

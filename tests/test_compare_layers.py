@@ -7,11 +7,13 @@ import torch
 
 from dsv4 import kernels, runtime
 from dsv4.kernels.keys import IndexKeys, Keys
+from dsv4.ops import backend
 from dsv4.ops.attention import attention_ref
 from dsv4.ops.experts import moe_ref
 from dsv4.ops.indexer import index_scores_ref, select_entries_ref
 from dsv4.ops.update_caches import update_caches_ref
 from helpers import compare_layers
+from helpers.compare_layers import OPERATION_OF
 
 from .emulator.emulator import emulated, needs_gxx
 from .test_bench_decode import refused, refuses_outputs_early
@@ -163,3 +165,7 @@ def test_the_plot(monkeypatch, tmp_path):
     path = tmp_path / "out.png"
     assert compare_layers.main(["--preset", "tiny", "--layers", "1:4", "--prompt", "4", "--decode", "1", "--plot", str(path), *CPU]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_stage_is_of_an_operation():
+    assert OPERATION_OF.keys() == set(compare_layers.ORDER) and set(OPERATION_OF.values()) <= backend._definitions.keys()
