@@ -1,6 +1,6 @@
 // y = x W^T for any number of tokens and the weights as decode packs them (packing.py), so that one copy of the weights serves both; W is
 // one matrix, or one an expert, whose rows of x lie together. Hopper's tensor cores (wgmma): sm_90a only, elsewhere the functions return
-// cudaErrorNotSupported. packed_gemm_*.cu compile it, a format each.
+// cudaErrorNotSupported. packed_gemm_*.cu compile it, a format each, and say what the kernel is called (PACKED_GEMM_KERNEL).
 //
 // The weights are the product's 64-row operand A, from registers, the tokens operand B, from shared memory. A packed tile of 16 rows is one
 // warp's part of A, and a lane's bytes are its own: 16 codes of a row become 8 pairs of bf16, exactly, with expand_e2m1 and the scales of
@@ -250,8 +250,7 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, 
                 }
             }
         }
-        __syncwarp();  // all lanes have read their weights
-        if (lane == 0) mbarrier_arrive(&shared.item_empty[stage.index]);
+        if (lane == 0) mbarrier_arrive(&shared.item_empty[stage.index]);  // all lanes have read their weights: they met at the wait
         stage.next();
     }
     wgmma_wait<0>();
@@ -374,7 +373,7 @@ __device__ __forceinline__ void count_tiles(const Plan& plan, Shared& shared) {
 }
 
 template <int kFormat, int kResult, bool kWide>
-__global__ void __launch_bounds__(kGemmThreads, 1) packed_gemm_kernel(const __grid_constant__ TensorMap map,
+__global__ void __launch_bounds__(kGemmThreads, 1) PACKED_GEMM_KERNEL(const __grid_constant__ TensorMap map,
                                                                       const __grid_constant__ Plan plan) {
 #ifdef HAS_WGMMA
     DYN_SMEM(char, memory);
@@ -416,7 +415,7 @@ static cudaError_t launch(const void* x, int x_columns, const Plan& plan, int bl
     TensorMap map;
     const cudaError_t error = make_tensor_map(&map, 2, x, x_columns, plan.rows, size_t(x_columns) * 2, kChunk, kBox, Swizzle::k128);
     if (error != cudaSuccess) return error;
-    auto kernel = packed_gemm_kernel<kFormat, kResult, kWide>;
+    auto kernel = PACKED_GEMM_KERNEL<kFormat, kResult, kWide>;
     LAUNCH(kernel, dim3(blocks), dim3(kGemmThreads), kItemsAt + kItemStages * kTiles * item_bytes(kFormat), stream, map, plan);
     return cudaGetLastError();
 }
