@@ -83,6 +83,12 @@ def test_several_weights_of_one_input(rng):
         check(got, x, weight)
 
 
+@pytest.mark.parametrize("kind,columns", [("fp8", 16384), ("nvfp4", 7168), ("plain", 4096)])
+def test_widths_of_the_model(rng, kind, columns):
+    weight, x = any_weight(rng, kind, 128, columns), tokens(rng, 3, columns)
+    check(product(x, weight)[0], x, weight)
+
+
 @pytest.mark.parametrize("kind", ["plain", "fp8"])
 def test_groups(rng, kind):
     """wo_a's: group g of x meets rows g * R .. of the weight; K fills no item."""

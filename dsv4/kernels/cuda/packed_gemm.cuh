@@ -9,10 +9,11 @@
 //
 // A block is 128 rows of packed tiles by up to 256 tokens: two warpgroups that multiply 64 rows each, one thread that loads. Weights come
 // by bulk copies, an item (512 columns of FP4) of 8 tiles at a time, into a ring of 2; tokens by TMA into a ring of 4 slots of 32 KB, which
-// hold 64 columns of 256 tokens, 128 of 128, and so on. While a chunk of 64 columns is multiplied, the next one's weights are expanded into
-// the other one of two sets of 16 registers. The product is as wide as the tile has tokens, of 32, 64, 96, 128, 192 and 256 columns.
-// Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go down the tokens first (up to
-// 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no tile.
+// hold 64 columns of 256 tokens, 128 of 128. (Tiles of up to 128 tokens: 3, and 6 of 16 KB.) While a chunk of 64 columns is multiplied, the
+// next one's weights are expanded into the other one of two sets of 16 registers. The product is as wide as the tile has tokens, of 32, 64,
+// 96, 128, 192 and 256 columns. Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go
+// down the tokens first (up to 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no
+// tile.
 //
 // Instructions a warp for 64 columns of NVFP4: 32 to expand, 16 multiplications by scales, 4 to make these, 1.5 loads, about 45 around, for
 // 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core). Predicted for an H200:
@@ -28,7 +29,7 @@
 constexpr int kMath = 256, kGemmThreads = kMath + 128;             // two warpgroups that multiply, one that loads
 constexpr int kTiles = 8, kBlockRows = kTiles * kRows;             // packed tiles of a block, one a warp
 constexpr int kMaxN = 256, kBox = 32;                              // tokens of a tile; of a tensor copy
-constexpr int kItemStages = 2, kSlots = 4, kSlotBytes = kMaxN * kChunk * 2;
+constexpr int kMaxSlots = 6, kMaxItems = 3;                        // of tokens and of weights, on their way or in use
 constexpr int kOutTokens = 32, kOutStride = kBlockRows + 8;        // of a buffer of results; bf16 from token to token: no bank conflicts
 constexpr int kOutBytes = kOutTokens * kOutStride * 2;
 constexpr int kBand = 8;                                           // tiles of tokens before the next rows
@@ -50,12 +51,20 @@ struct Plan {
 };
 
 struct Shared {
-    uint64_t slot_full[kSlots], slot_empty[kSlots], item_full[kItemStages], item_empty[kItemStages];
+    uint64_t slot_full[kMaxSlots], slot_empty[kMaxSlots], item_full[kMaxItems], item_empty[kMaxItems];
     int begin[kMaxMatrices], end[kMaxMatrices], first[kMaxMatrices + 1];  // a matrix' rows of x; its first tile of tokens
     int sums[kGemmThreads / 32];
 };
-constexpr int kSharedAt = kSlots * kSlotBytes + 2 * kOutBytes;  // behind the slots and the results' buffers; then the items
-constexpr int kItemsAt = kSharedAt + (sizeof(Shared) + 127) / 128 * 128;
+
+// A kernel's tiles and shared memory: slots, two buffers of results, `Shared`, items. Few tokens wait for weights, so narrow tiles have
+// three items on the way.
+template <bool kWide> struct Sizes {
+    static constexpr int kTokens = kWide ? 256 : 128, kSlots = kWide ? 4 : 6, kItems = kWide ? 2 : 3;
+    static constexpr int kSlotBytes = kTokens * kChunk * 2, kResultsAt = kSlots * kSlotBytes, kSharedAt = kResultsAt + 2 * kOutBytes;
+    static constexpr int kItemsAt = kSharedAt + (sizeof(Shared) + 127) / 128 * 128;
+    static constexpr int bytes(int format) { return kItemsAt + kItems * kTiles * item_bytes(format); }
+    static_assert(kSlots <= kMaxSlots && kItems <= kMaxItems && kItemsAt + kItems * kTiles * item_bytes(kNvfp4) <= 227 << 10, "memory");
+};
 
 // The columns of the product for so many tokens. Two kernels share the widths: in one that has them all, ptxas makes every wgmma wait
 // ("insufficient register resources", without spilling any).
@@ -64,8 +73,8 @@ template <bool kWide> __device__ __forceinline__ int width(int tokens) {
 }
 // Chunks of 64 columns that a slot holds; an item is a whole number of slots.
 __host__ __device__ constexpr int item_chunks(int format) { return item_columns(format) / kChunk; }
-__host__ __device__ constexpr int slot_chunks(int format, int n) {
-    const int fit = n > 128 ? 1 : n > 64 ? 2 : n > 32 ? 4 : 8;
+template <bool kWide> __host__ __device__ constexpr int slot_chunks(int format, int n) {
+    const int fit = Sizes<kWide>::kTokens / (n > 128 ? 256 : n > 64 ? 128 : n > 32 ? 64 : 32);
     return fit < item_chunks(format) ? fit : item_chunks(format);
 }
 
@@ -77,6 +86,9 @@ template <int kStages> struct Ring {
         if (++index == kStages) index = 0, parity ^= 1;
     }
 };
+
+template <bool kWide> using Slots = Ring<Sizes<kWide>::kSlots>;
+template <bool kWide> using Items = Ring<Sizes<kWide>::kItems>;
 
 // The tiles of this block, one after the other; both sides walk alike.
 struct Walk {
@@ -108,18 +120,19 @@ struct Walk {
 
 template <int kFormat, bool kWide>
 __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& plan, Shared& shared, char* memory) {
-    Ring<kSlots> slot;
-    Ring<kItemStages> stage;
+    using S = Sizes<kWide>;
+    Slots<kWide> slot;
+    Items<kWide> stage;
     slot.parity = stage.parity = 1;  // a new barrier counts as having completed the phase of parity 1: the rings are empty
     for (Walk walk(plan, shared); walk.next();) {
-        const int n = width<kWide>(walk.tokens), chunks = slot_chunks(kFormat, n);
+        const int n = width<kWide>(walk.tokens), chunks = slot_chunks<kWide>(kFormat, n);
         const char* weights = plan.weights + walk.matrix * plan.matrix_bytes;
         for (int item = 0; item < plan.items; item++) {
             mbarrier_wait(&shared.item_empty[stage.index], stage.parity);
             mbarrier_expect(&shared.item_full[stage.index], kTiles * item_bytes(kFormat));
             for (int i = 0; i < kTiles; i++) {
                 const int tile = min(walk.across * kTiles + i, plan.tiles - 1);  // beyond the last one, any: not stored
-                bulk_load_keep(memory + kItemsAt + (stage.index * kTiles + i) * item_bytes(kFormat),
+                bulk_load_keep(memory + S::kItemsAt + (stage.index * kTiles + i) * item_bytes(kFormat),
                                weights + (int64_t(tile) * plan.items + item) * item_bytes(kFormat), item_bytes(kFormat),
                                &shared.item_full[stage.index]);
             }
@@ -130,7 +143,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
                 mbarrier_expect(full, chunks * n * kChunk * 2);
                 for (int c = 0; c < chunks; c++) {
                     const int column = walk.matrix * plan.x_step + (item * item_chunks(kFormat) + first + c) * kChunk;
-                    char* to = memory + slot.index * kSlotBytes + c * n * kChunk * 2;
+                    char* to = memory + slot.index * S::kSlotBytes + c * n * kChunk * 2;
                     for (int row = 0; row < n; row += kBox) tensor_load(to + row * kChunk * 2, &map, column, walk.first_row + row, full);
                 }
                 slot.next();
@@ -217,17 +230,18 @@ template <int N> __device__ __forceinline__ void issue(float (&sum)[N / 2], cons
 }
 
 // sum += a tile's products over all columns.
-template <int kFormat, int N>
-__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, Shared& shared, char* memory, Ring<kSlots>& slot,
-                                         Ring<kItemStages>& stage) {
-    constexpr int kPairs = item_chunks(kFormat) / 2, kInSlot = slot_chunks(kFormat, N), kSlotPairs = kInSlot > 1 ? kInSlot / 2 : 1;
+template <int kFormat, bool kWide, int N>
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, Shared& shared, char* memory, Slots<kWide>& slot,
+                                         Items<kWide>& stage) {
+    using S = Sizes<kWide>;
+    constexpr int kPairs = item_chunks(kFormat) / 2, kInSlot = slot_chunks<kWide>(kFormat, N), kSlotPairs = kInSlot > 1 ? kInSlot / 2 : 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t a[2][4][4];
     uint64_t* before = nullptr;  // the barrier of the slot that is being read
     const char* b = nullptr;
 #pragma unroll 1
     for (int item = 0; item < plan.items; item++) {
-        const char* mine = memory + kItemsAt + (stage.index * kTiles + warp) * item_bytes(kFormat) + 16 * lane;
+        const char* mine = memory + S::kItemsAt + (stage.index * kTiles + warp) * item_bytes(kFormat) + 16 * lane;
         mbarrier_wait(&shared.item_full[stage.index], stage.parity);
 #pragma unroll 1
         for (int pair = 0; pair < kPairs; pair++) {
@@ -238,7 +252,7 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, 
                 const bool fresh = kInSlot == 1 || (v == 0 && pair % kSlotPairs == 0);  // the slot's first chunk
                 if (fresh) {
                     mbarrier_wait(&shared.slot_full[slot.index], slot.parity);
-                    b = memory + slot.index * kSlotBytes;
+                    b = memory + slot.index * S::kSlotBytes;
                 }
                 issue<N>(sum, a[v], b);
                 wgmma_wait<1>();  // the chunk before is read
@@ -261,7 +275,7 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, 
 
 // A thread holds of rows g and g + 8 of its warp's tile the tokens 2 q and 2 q + 1 of each 8.
 template <int kResult, int N>
-__device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Walk& walk, char* memory) {
+__device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Walk& walk, char* results) {
     const int t = threadIdx.x, lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
     const int64_t first_out = walk.first_row * int64_t(plan.out_columns) + walk.matrix * plan.out_step;
     const float* factors = plan.factors ? plan.factors + 3 * walk.matrix : nullptr;
@@ -285,7 +299,7 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& pla
     const float gate_factor = factors ? factors[0] : plan.factor, up_factor = factors ? factors[1] : plan.factor;
 #pragma unroll
     for (int part = 0; part < N / kOutTokens; part++) {
-        __nv_bfloat16* buffer = reinterpret_cast<__nv_bfloat16*>(memory + kSlots * kSlotBytes + part % 2 * kOutBytes);
+        __nv_bfloat16* buffer = reinterpret_cast<__nv_bfloat16*>(results + part % 2 * kOutBytes);
         uint32_t pairs[4][2];  // of each 8 tokens: of rows g and g + 8
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -338,14 +352,14 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& pla
     bar_sync(1, kMath);  // before the next tile's first part overwrites what the last but one left
 }
 
-template <int kFormat, int kResult, int N>
-__device__ __forceinline__ void tile(const Plan& plan, const Walk& walk, Shared& shared, char* memory, Ring<kSlots>& slot,
-                                     Ring<kItemStages>& stage) {
+template <int kFormat, int kResult, bool kWide, int N>
+__device__ __forceinline__ void tile(const Plan& plan, const Walk& walk, Shared& shared, char* memory, Slots<kWide>& slot,
+                                     Items<kWide>& stage) {
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[i] = 0.0f;
-    multiply<kFormat, N>(sum, plan, shared, memory, slot, stage);
-    store<kResult, N>(sum, plan, walk, memory);
+    multiply<kFormat, kWide, N>(sum, plan, shared, memory, slot, stage);
+    store<kResult, N>(sum, plan, walk, memory + Sizes<kWide>::kResultsAt);
 }
 #endif
 
@@ -377,10 +391,12 @@ __global__ void __launch_bounds__(kGemmThreads, 1) PACKED_GEMM_KERNEL(const __gr
                                                                       const __grid_constant__ Plan plan) {
 #ifdef HAS_WGMMA
     DYN_SMEM(char, memory);
-    Shared& shared = *reinterpret_cast<Shared*>(memory + kSharedAt);
+    Shared& shared = *reinterpret_cast<Shared*>(memory + Sizes<kWide>::kSharedAt);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kSlots; i++) mbarrier_init(&shared.slot_full[i], 1), mbarrier_init(&shared.slot_empty[i], kMath / 32);
-        for (int i = 0; i < kItemStages; i++) mbarrier_init(&shared.item_full[i], 1), mbarrier_init(&shared.item_empty[i], kMath / 32);
+        for (int i = 0; i < Sizes<kWide>::kSlots; i++)
+            mbarrier_init(&shared.slot_full[i], 1), mbarrier_init(&shared.slot_empty[i], kMath / 32);
+        for (int i = 0; i < Sizes<kWide>::kItems; i++)
+            mbarrier_init(&shared.item_full[i], 1), mbarrier_init(&shared.item_empty[i], kMath / 32);
         mbarrier_fence_init();
     }
     grid_dependency_launch();
@@ -392,19 +408,19 @@ __global__ void __launch_bounds__(kGemmThreads, 1) PACKED_GEMM_KERNEL(const __gr
         return;
     }
     registers_more<kMathRegisters>();
-    Ring<kSlots> slot;
-    Ring<kItemStages> stage;
+    Slots<kWide> slot;
+    Items<kWide> stage;
     for (Walk walk(plan, shared); walk.next();) {
         const int n = width<kWide>(walk.tokens);
         if constexpr (kWide) {
-            if (n == 128) tile<kFormat, kResult, 128>(plan, walk, shared, memory, slot, stage);
-            else if (n == 192) tile<kFormat, kResult, 192>(plan, walk, shared, memory, slot, stage);
-            else tile<kFormat, kResult, 256>(plan, walk, shared, memory, slot, stage);
+            if (n == 128) tile<kFormat, kResult, kWide, 128>(plan, walk, shared, memory, slot, stage);
+            else if (n == 192) tile<kFormat, kResult, kWide, 192>(plan, walk, shared, memory, slot, stage);
+            else tile<kFormat, kResult, kWide, 256>(plan, walk, shared, memory, slot, stage);
         } else {
-            if (n == 32) tile<kFormat, kResult, 32>(plan, walk, shared, memory, slot, stage);
-            else if (n == 64) tile<kFormat, kResult, 64>(plan, walk, shared, memory, slot, stage);
-            else if (n == 96) tile<kFormat, kResult, 96>(plan, walk, shared, memory, slot, stage);
-            else tile<kFormat, kResult, 128>(plan, walk, shared, memory, slot, stage);
+            if (n == 32) tile<kFormat, kResult, kWide, 32>(plan, walk, shared, memory, slot, stage);
+            else if (n == 64) tile<kFormat, kResult, kWide, 64>(plan, walk, shared, memory, slot, stage);
+            else if (n == 96) tile<kFormat, kResult, kWide, 96>(plan, walk, shared, memory, slot, stage);
+            else tile<kFormat, kResult, kWide, 128>(plan, walk, shared, memory, slot, stage);
         }
     }
 #endif
@@ -416,13 +432,13 @@ static cudaError_t launch(const void* x, int x_columns, const Plan& plan, int bl
     const cudaError_t error = make_tensor_map(&map, 2, x, x_columns, plan.rows, size_t(x_columns) * 2, kChunk, kBox, Swizzle::k128);
     if (error != cudaSuccess) return error;
     auto kernel = PACKED_GEMM_KERNEL<kFormat, kResult, kWide>;
-    LAUNCH(kernel, dim3(blocks), dim3(kGemmThreads), kItemsAt + kItemStages * kTiles * item_bytes(kFormat), stream, map, plan);
+    LAUNCH(kernel, dim3(blocks), dim3(kGemmThreads), Sizes<kWide>::bytes(kFormat), stream, map, plan);
     return cudaGetLastError();
 }
 
 template <int kFormat>
 static cudaError_t launch(int result, const void* x, int x_columns, const Plan& plan, int blocks, cudaStream_t stream) {
-    const bool wide = plan.most > 128;
+    const bool wide = plan.most > Sizes<false>::kTokens;
     if (result == kRounded)
         return wide ? launch<kFormat, kRounded, true>(x, x_columns, plan, blocks, stream)
                     : launch<kFormat, kRounded, false>(x, x_columns, plan, blocks, stream);
