@@ -81,8 +81,10 @@ template <int kind, int N> static cudaError_t launch(const void* a, const void* 
     LAUNCH(kernel, dim3(1), dim3(128), (64 + N) * 128 + 16, stream, a_map, b_map, s, out);
     return cudaGetLastError();
 }
-// The same for bf16 with a's rows in registers, read from a [64, 64] directly; each 16 columns are a group of their own.
-template <int N> __global__ void warpgroup_a(const uint32_t* a, const __grid_constant__ TensorMap b_map, float* out) {
+// The same for bf16 with a's rows in registers, read from a [64, 64] directly; each 16 columns are a group of their own. Two
+// more warpgroups give up registers, of 168, for the first one.
+template <int N>
+__global__ void __launch_bounds__(384, 1) warpgroup_a(const uint32_t* a, const __grid_constant__ TensorMap b_map, float* out) {
 #if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
     DYN_SMEM(char, memory);
     grid_dependency_wait();
@@ -95,6 +97,11 @@ template <int N> __global__ void warpgroup_a(const uint32_t* a, const __grid_con
         tensor_load(memory, &b_map, 0, 0, bar);
     }
     __syncthreads();
+    if (t >= 128) {
+        registers_less<40>();
+        return;
+    }
+    registers_more<232>();
     mbarrier_wait(bar, 0);
     float d[N / 2];
 #pragma unroll
@@ -118,7 +125,7 @@ template <int N> static cudaError_t launch_a(const uint32_t* a, const void* b, f
     TensorMap map;
     if (const cudaError_t error = make_tensor_map(&map, 2, b, 64, N, 128, 64, N, Swizzle::k128)) return error;
     auto kernel = warpgroup_a<N>;
-    LAUNCH(kernel, dim3(1), dim3(128), N * 128 + 16, stream, a, map, out);
+    LAUNCH(kernel, dim3(1), dim3(384), N * 128 + 16, stream, a, map, out);
     return cudaGetLastError();
 }
 extern "C" int conformance_wgmma_a(const void* a, const void* b, float* out, int columns, cudaStream_t stream) {
