@@ -23,8 +23,8 @@ extern "C" int conformance_mma(const uint32_t* a, const uint32_t* b, const float
     return cudaGetLastError();
 }
 
-// x: 64 rows of 8 16-bit values. Row order[i] goes to lane i. Out [5, 32, 4]: ldmatrix x4, x4.trans, x2, x2.trans (upper registers 0), and
-// what is in memory after stmatrix of lane i's registers 4 i.. to row order[i] (as 32-bit words).
+// x: 64 rows of 8 16-bit values. Row order[i] goes to lane i. Out [6, 32, 4]: ldmatrix x4, x4.trans, x2, x2.trans (upper registers 0), and
+// what is in memory after stmatrix, and its .trans, of lane i's registers 4 i.. to row order[i] (as 32-bit words).
 __global__ void matrices(const uint4* x, const int* order, uint32_t* out) {
     DYN_SMEM(uint4, rows);
     grid_dependency_wait();
@@ -48,6 +48,11 @@ __global__ void matrices(const uint4* x, const int* order, uint32_t* out) {
     __syncwarp();
     const uint4 v = rows[order[t]];
     to[512] = v.x, to[513] = v.y, to[514] = v.z, to[515] = v.w;
+    __syncwarp();
+    stmatrix_x4_trans(rows + order[t], mine);
+    __syncwarp();
+    const uint4 w = rows[order[t]];
+    to[640] = w.x, to[641] = w.y, to[642] = w.z, to[643] = w.w;
 }
 extern "C" int conformance_matrices(const void* x, const int* order, uint32_t* out, cudaStream_t stream) {
     LAUNCH(matrices, dim3(1), dim3(32), 1024, stream, static_cast<const uint4*>(x), order, out);

@@ -81,6 +81,63 @@ template <int kind, int N> static cudaError_t launch(const void* a, const void* 
     LAUNCH(kernel, dim3(1), dim3(128), (64 + N) * 128 + 16, stream, a_map, b_map, s, out);
     return cudaGetLastError();
 }
+// The same for bf16 with a's rows in registers, read from a [64, 64] directly; each 16 columns are a group of their own. Two
+// more warpgroups give up registers, of 168, for the first one.
+template <int N>
+__global__ void __launch_bounds__(384, 1) warpgroup_a(const uint32_t* a, const __grid_constant__ TensorMap b_map, float* out) {
+#if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    DYN_SMEM(char, memory);
+    grid_dependency_wait();
+    const int t = threadIdx.x, warp = t / 32, g = t % 32 / 4, q = t % 4;
+    uint64_t* bar = reinterpret_cast<uint64_t*>(memory + N * 128);
+    if (t == 0) {
+        mbarrier_init(bar, 1);
+        mbarrier_fence_init();
+        mbarrier_expect(bar, N * 128);
+        tensor_load(memory, &b_map, 0, 0, bar);
+    }
+    __syncthreads();
+    if (t >= 128) {
+        registers_less<40>();
+        return;
+    }
+    registers_more<232>();
+    mbarrier_wait(bar, 0);
+    float d[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) d[i] = 0;
+    uint32_t rows[2][4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const uint32_t* row = a + (16 * warp + g) * 32 + 8 * k + q;
+        rows[k % 2][0] = row[0], rows[k % 2][1] = row[8 * 32], rows[k % 2][2] = row[4], rows[k % 2][3] = row[8 * 32 + 4];
+        wgmma_fence();
+        wgmma_bf16(d, rows[k % 2], wgmma_operand(memory + 32 * k, Swizzle::k128, 1024));
+        wgmma_commit();
+        wgmma_wait<1>();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) out[(16 * warp + g + 8 * (i / 2 % 2)) * N + i / 4 * 8 + 2 * q + i % 2] = d[i];
+#endif
+}
+template <int N> static cudaError_t launch_a(const uint32_t* a, const void* b, float* out, cudaStream_t stream) {
+    TensorMap map;
+    if (const cudaError_t error = make_tensor_map(&map, 2, b, 64, N, 128, 64, N, Swizzle::k128)) return error;
+    auto kernel = warpgroup_a<N>;
+    LAUNCH(kernel, dim3(1), dim3(384), N * 128 + 16, stream, a, map, out);
+    return cudaGetLastError();
+}
+extern "C" int conformance_wgmma_a(const void* a, const void* b, float* out, int columns, cudaStream_t stream) {
+    const uint32_t* rows = static_cast<const uint32_t*>(a);
+    if (columns == 32) return launch_a<32>(rows, b, out, stream);
+    if (columns == 64) return launch_a<64>(rows, b, out, stream);
+    if (columns == 96) return launch_a<96>(rows, b, out, stream);
+    if (columns == 128) return launch_a<128>(rows, b, out, stream);
+    if (columns == 192) return launch_a<192>(rows, b, out, stream);
+    return launch_a<256>(rows, b, out, stream);
+}
+
 extern "C" int conformance_wgmma(const void* a, const void* b, float* out, int kind, int columns, int swizzle, cudaStream_t stream) {
     if (columns == 8) {
         if (kind == 0) return launch<0, 8>(a, b, out, swizzle, stream);

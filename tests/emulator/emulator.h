@@ -84,8 +84,10 @@ struct Four { uint32_t r[4]; };
 struct Fragments { float c[4]; uint32_t a[4], b[2]; };  // one lane's
 struct Sums { float c[4]; };
 enum class Values { kBf16, kF16, kE4m3 };
-struct Tile { float d[16]; };  // one thread's sums of a warpgroup's product, up to 32 columns
-Tile wgmma(Values values, int columns, Tile mine, uint64_t a, uint64_t b, const char* what, const char* file, int line);
+struct Tile { float d[128]; };  // one thread's sums of a warpgroup's product, up to 256 columns
+// `rows`: the thread's registers of a, or null where a is in shared memory.
+void wgmma(Values values, int columns, Tile& mine, const uint32_t* rows, uint64_t a, uint64_t b, const char* what, const char* file,
+           int line);
 void wgmma_fence(const char* file, int line);
 void wgmma_commit(const char* file, int line);
 void wgmma_wait(unsigned groups, const char* file, int line);
@@ -102,7 +104,7 @@ Eight tensor_load(uint32_t from, const char* file, int line);
 void tensor_store(uint32_t to, Eight registers, const char* file, int line);
 Sums mma(Values values, Fragments mine, const char* what, const char* file, int line);
 Four ldmatrix(const void* row, int matrices, bool transposed, const char* what, const char* file, int line);
-void stmatrix(void* row, Four registers, const char* what, const char* file, int line);
+void stmatrix(void* row, Four registers, bool transposed, const char* what, const char* file, int line);
 Four load_stream(const void* p);
 void cp_async(void* shared, const void* global);
 void cp_async_commit();
@@ -390,7 +392,10 @@ EMU_LDMATRIX(ldmatrix_x4_trans, 4, true)
 EMU_LDMATRIX(ldmatrix_x2_trans, 2, true)
 #undef EMU_LDMATRIX
 __forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4], EMU_SITE) {
-    emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, "stmatrix_x4", file, line);
+    emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, false, "stmatrix_x4", file, line);
+}
+__forceinline__ void stmatrix_x4_trans(void* row, const uint32_t (&r)[4], EMU_SITE) {
+    emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, true, "stmatrix_x4_trans", file, line);
 }
 
 __forceinline__ void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global); }
@@ -429,13 +434,22 @@ template <int N> __forceinline__ void wgmma_wait(EMU_SITE) { emu::wgmma_wait(N, 
         static_assert(n == 4 || n == 16, "8 or 32 columns");                                               \
         emu::Tile mine = {};                                                                               \
         for (int i = 0; i < n; i++) mine.d[i] = d[i];                                                      \
-        mine = emu::wgmma(emu::Values::values, 2 * n, mine, a, b, #name, file, line);                      \
+        emu::wgmma(emu::Values::values, 2 * n, mine, nullptr, a, b, #name, file, line);                    \
         for (int i = 0; i < n; i++) d[i] = mine.d[i];                                                      \
     }
 EMU_WGMMA(wgmma_bf16, kBf16)
 EMU_WGMMA(wgmma_f16, kF16)
 EMU_WGMMA(wgmma_e4m3, kE4m3)
 #undef EMU_WGMMA
+template <int n> __forceinline__ void wgmma_bf16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, EMU_SITE) {
+    static_assert(n % 16 == 0 && n <= 128 && n != 80 && n != 112, "32, 64, 96, 128, 192 or 256 columns");
+    emu::Tile mine = {};
+    for (int i = 0; i < n; i++) mine.d[i] = d[i];
+    emu::wgmma(emu::Values::kBf16, 2 * n, mine, a, 0, b, "wgmma_bf16", file, line);
+    for (int i = 0; i < n; i++) d[i] = mine.d[i];
+}
+template <int N> __forceinline__ void registers_more() {}
+template <int N> __forceinline__ void registers_less() {}
 
 __forceinline__ uint64_t tensor_operand(const void* first, Swizzle swizzle, unsigned group_bytes, unsigned cell_bytes = 16) {
     const uint64_t code = swizzle == Swizzle::kNone ? 0 : 8 - 2 * unsigned(swizzle);

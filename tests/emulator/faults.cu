@@ -35,7 +35,7 @@ enum Fault {
     kTensorNoMap, kTensorMisaligned, kTensorColumn, kTensorPastEnd,
     // wgmma
     kWgmmaNoFence, kWgmmaNoWait, kWgmmaNoProxyFence, kWgmmaUnwritten, kWgmmaOverwritten, kWgmmaOneWarpLess, kWgmmaFewThreads,
-    kWgmmaLanesDiffer,
+    kWgmmaLanesDiffer, kWgmmaRegistersNoFence,
     // tensor memory
     kTensorColumns, kTensorNotAllocated, kTensorNotFreed, kTensorNoCommit, kTensorNotAwaited, kTensorVersion, kTensorShape,
     kTensorLanes, kTensorUnwritten, kTensorOverwritten,
@@ -399,6 +399,12 @@ __global__ void product(const float* x, float* out, int fault) {
     if (fault != kWgmmaNoFence) wgmma_fence();
     if (fault != kWgmmaOneWarpLess || t < 96) wgmma_bf16(d, a, b);
     wgmma_commit();
+    if (fault == kWgmmaRegistersNoFence) {
+        float sums[16] = {};
+        const uint32_t registers[4] = {0, 0, 0, 0};
+        wgmma_bf16(sums, registers, b);
+        wgmma_commit();
+    }
     if (fault == kWgmmaOverwritten && t == 0) rows[0] = source[1];
     if (fault != kWgmmaNoWait) wgmma_wait<0>();
     if (t < 64) out[t] = d[0];

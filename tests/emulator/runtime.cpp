@@ -223,7 +223,7 @@ struct Region {  // memory that a kernel may touch
 
 // What a warp has under way of its warpgroup's products.
 struct Products {
-    bool fenced = false;
+    bool fenced = false, behind_commit = false;      // behind_commit: no fence since
     unsigned count = 0;                              // begun in all
     std::vector<uint32_t> open;                      // touches of the reads in flight, not yet committed
     std::deque<std::vector<uint32_t>> groups;
@@ -1025,14 +1025,14 @@ template <bool transposed> void load_matrices(void* const* lanes) {
             static_cast<Matrices*>(lanes[l])->registers.r[i] = pair;
         }
 }
-void store_matrices(void* const* lanes) {
+template <bool transposed> void store_matrices(void* const* lanes) {
     for (int l = 0; l < 32; l++)
-        for (int i = 0; i < 4; i++) {
-            const uint32_t pair = static_cast<const Matrices*>(lanes[l])->registers.r[i];
-            auto& row = static_cast<Matrices*>(lanes[8 * i + l / 4])->row;
-            row[2 * (l % 4)] = uint16_t(pair);
-            row[2 * (l % 4) + 1] = uint16_t(pair >> 16);
-        }
+        for (int i = 0; i < 4; i++)
+            for (int half = 0; half < 2; half++) {
+                const int row = transposed ? 2 * (l % 4) + half : l / 4, column = transposed ? l / 4 : 2 * (l % 4) + half;
+                const uint32_t pair = static_cast<const Matrices*>(lanes[l])->registers.r[i];
+                static_cast<Matrices*>(lanes[8 * i + row])->row[column] = uint16_t(pair >> 16 * half);
+            }
 }
 }  // namespace
 
@@ -1048,10 +1048,10 @@ Four ldmatrix(const void* row, int matrices, bool transposed, const char* what, 
     meet(~0u, &mine, transposed ? load_matrices<true> : load_matrices<false>, false, what, file, line);
     return mine.registers;
 }
-void stmatrix(void* row, Four registers, const char* what, const char* file, int line) {
+void stmatrix(void* row, Four registers, bool transposed, const char* what, const char* file, int line) {
     const uint32_t place = CALLER;
     Matrices mine{{}, registers};
-    meet(~0u, &mine, store_matrices, false, what, file, line);
+    meet(~0u, &mine, transposed ? store_matrices<true> : store_matrices<false>, false, what, file, line);
     Region& s = shared_range(row, 16, 16, what, place);
     track(s, reinterpret_cast<uintptr_t>(row) - s.begin, 16, Access::kWrite, place);
     memcpy(row, mine.row, 16);

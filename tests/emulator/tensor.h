@@ -56,7 +56,8 @@ uint64_t operand(const void* first, uint64_t fields) {
 
 namespace {
 struct Product {  // what a lane brings
-    Tile tile;
+    Tile* tile;
+    const uint32_t* rows;  // of a, unless it is in shared memory
     Values values;
     unsigned columns, groups;
     uint64_t a, b;
@@ -101,10 +102,18 @@ void multiply_warpgroup(void* const* lanes) {
             fail("wgmma: lane %d has other operands than lane 0 @+0x%x", l, mine.place);
     Products& warp = products_of_warp();
     if (!warp.fenced) fail("wgmma: no wgmma_fence() before the first product, or since the last wait @+0x%x", mine.place);
+    if (mine.rows && warp.behind_commit)
+        fail("wgmma: no wgmma_fence() since the last commit, before registers of a are read that were written since @+0x%x", mine.place);
     warp.count++;
-    unsigned char a[16][32], b[32][32];
+    static unsigned char a[16][32], b[256][32];
     auto swizzle = [](uint64_t operand) { return operand >> 62 ? Swizzle(4 - unsigned(operand >> 62)) : Swizzle::kNone; };
-    read_operand(mine.a, swizzle(mine.a), current->linear / 32 % 4 * 16, 16, 2, a[0], warp.open, 0, "wgmma", mine.place);
+    if (mine.rows) {  // register r of lane l: values 2 (l % 4) and the next of k = 8 (r / 2).. of row l / 4 + 8 (r % 2)
+        for (int l = 0; l < 32; l++)
+            for (int r = 0; r < 4; r++)
+                memcpy(&a[l / 4 + r % 2 * 8][r / 2 * 16 + l % 4 * 4], &static_cast<Product*>(lanes[l])->rows[r], 4);
+    } else {
+        read_operand(mine.a, swizzle(mine.a), current->linear / 32 % 4 * 16, 16, 2, a[0], warp.open, 0, "wgmma", mine.place);
+    }
     read_operand(mine.b, swizzle(mine.b), 0, mine.columns, 2, b[0], warp.open, 0, "wgmma", mine.place);
     const unsigned K = mine.values == Values::kE4m3 ? 32 : 16;
     auto value = [&](const unsigned char* row, unsigned k) {
@@ -112,30 +121,37 @@ void multiply_warpgroup(void* const* lanes) {
         const uint16_t bits = uint16_t(row[2 * k] | row[2 * k + 1] << 8);
         return mine.values == Values::kF16 ? half_to_float(bits) : bits_as<float>(uint32_t(bits) << 16);
     };
+    static float left[16][32], right[256][32];
+    for (unsigned k = 0; k < K; k++) {
+        for (unsigned row = 0; row < 16; row++) left[row][k] = value(a[row], k);
+        for (unsigned column = 0; column < mine.columns; column++) right[column][k] = value(b[column], k);
+    }
     for (int l = 0; l < 32; l++)
         for (unsigned i = 0; i < mine.columns / 2; i++) {
             const unsigned row = l / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + 2 * (l % 4) + i % 2;
-            float& sum = static_cast<Product*>(lanes[l])->tile.d[i];
-            for (unsigned k = 0; k < K; k++) sum += value(a[row], k) * value(b[column], k);
+            float& sum = static_cast<Product*>(lanes[l])->tile->d[i];
+            for (unsigned k = 0; k < K; k++) sum += left[row][k] * right[column][k];
         }
 }
 }  // namespace
 
-Tile wgmma(Values values, int columns, Tile mine, uint64_t a, uint64_t b, const char* what, const char* file, int line) {
+void wgmma(Values values, int columns, Tile& mine, const uint32_t* rows, uint64_t a, uint64_t b, const char* what, const char* file,
+           int line) {
     if (current->linear / 128 * 128 + 128 > block_size.x * block_size.y * block_size.z)
         fail("%s: the warpgroup has fewer than 128 threads", what);
-    Product product{mine, values, unsigned(columns), 0, a, b, CALLER};
+    Product product{&mine, rows, values, unsigned(columns), 0, a, b, CALLER};
     meet(~0u, &product, multiply_warpgroup, false, what, file, line);
-    return product.tile;
 }
 void wgmma_fence(const char* file, int line) {
-    meet(~0u, nullptr, [](void* const*) { products_of_warp().fenced = true; }, false, "wgmma_fence", file, line);
+    meet(~0u, nullptr, [](void* const*) { products_of_warp().fenced = true, products_of_warp().behind_commit = false; }, false,
+         "wgmma_fence", file, line);
 }
 void wgmma_commit(const char* file, int line) {
     meet(~0u, nullptr, [](void* const*) {
         Products& warp = products_of_warp();
         warp.groups.push_back(std::move(warp.open));
         warp.open.clear();
+        warp.behind_commit = true;
     }, false, "wgmma_commit", file, line);
 }
 // Orders the warp's lanes as __syncwarp does: what they do next comes after the warp's reads.

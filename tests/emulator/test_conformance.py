@@ -82,7 +82,7 @@ def test_mma(rng, kind, place):
 def test_ldmatrix_and_stmatrix(rng, place):
     x = torch.randint(-2**15, 2**15, (64, 8), generator=rng).short()
     order = torch.randperm(64, generator=rng)[:32]
-    out = torch.empty(5, 32, 4, dtype=torch.int32)
+    out = torch.empty(6, 32, 4, dtype=torch.int32)
     run(place, "matrices", x=x, order=order.int(), out=out)
     matrices = x[order].view(4, 8, 8)  # lane 8 i + j gave the address of row j of matrix i
     plain = torch.stack([registers(torch.stack([m[G, 2 * Q], m[G, 2 * Q + 1]], -1)) for m in matrices], -1)
@@ -92,6 +92,10 @@ def test_ldmatrix_and_stmatrix(rng, place):
     # lane l's register i, 4 l + i, holds values 2 q and 2 q + 1 of row g of matrix i: word q of row order[8 i + g]
     lane, row = LANE[:, None], torch.arange(4)[None]
     assert torch.equal(out[4], (4 * (4 * (lane % 8) + row) + lane // 8).int())
+    # Turned over: row order[8 i + j] holds half j % 2 of lanes 4 r + j / 2, r = 0..7; the upper half is 0. Word w has r = 2 w and 2 w + 1.
+    i, j = lane // 8, lane % 8
+    low, high = (4 * (4 * r + j // 2) + i for r in (2 * row, 2 * row + 1))
+    assert torch.equal(out[5], torch.where(j % 2 == 0, low | high << 16, 0).int())
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -313,6 +317,20 @@ def test_wgmma(rng, place, kind, columns, swizzle):
             assert torch.equal(out.double(), exact)
         else:  # Hopper adds e4m3 products with 14 bits after the largest term's
             assert ((out - exact).abs() <= (2.0**-12 if place == "gpu" and kind == 2 else 2.0**-18) * scale).all()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])
+def test_wgmma_with_rows_in_registers(rng, place, columns):
+    for whole in (True, False):
+        draw = (lambda n: torch.randint(-8, 9, (n, 64), generator=rng)) if whole else (lambda n: torch.randn(n, 64, generator=rng))
+        a, b, out = draw(64).bfloat16(), draw(columns).bfloat16(), torch.empty(64, columns)
+        run(place, "wgmma_a", HOPPER, generation=9, a=a, b=b, out=out, columns=columns)
+        exact, scale = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
+        if whole:
+            assert torch.equal(out.double(), exact)
+        else:
+            assert ((out - exact).abs() <= 2.0**-18 * scale).all()
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])

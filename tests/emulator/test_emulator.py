@@ -135,6 +135,7 @@ EXPECTED = {
     "kWgmmaOverwritten": r"write of byte 0 of shared memory, which a product in flight reads, with no wait for it between" + TWO_PLACES,
     "kWgmmaOneWarpLess": r"warp 3 has begun 0 products of its warpgroup, warp 0 1$",
     "kWgmmaFewThreads": r"wgmma_bf16: the warpgroup has fewer than 128 threads",
+    "kWgmmaRegistersNoFence": r"wgmma: no wgmma_fence\(\) since the last commit, before registers of a are read .* at faults.cu:\d+$",
     "kWgmmaLanesDiffer": r"wgmma: lane 5 has other operands than lane 0 at faults.cu:\d+$",
     "kTensorColumns": r"tensor_alloc: 48 columns are not 32, 64, 128, 256 or 512 at faults.cu:\d+$",
     "kTensorNotAllocated": r"tensor_mma_bf16: the block has no tensor memory allocated",

@@ -70,6 +70,12 @@ __device__ __forceinline__ void expand_e4m3(uint32_t w, uint32_t (&pair)[2]) {
     pair[1] = (w ^ (w >> 4)) & kMask;
 }
 
+// Byte i as two equal bf16. NVFP4: five bits of exponent and three of mantissa, the value scale * 2^106; MXFP4: all eight are exponent.
+template <int kFormat> __device__ __forceinline__ uint32_t scale_pair(uint32_t four, int i) {
+    const uint32_t twice = byte_perm(four, 0, 0x4040 | i | i << 8);
+    return kFormat == kNvfp4 ? twice * 16 + 0x70007000u : twice * 128;
+}
+
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ uint4 load_16(const void* p) {
@@ -160,7 +166,7 @@ private:
             const uint32_t four = scales[u];
 #pragma unroll
             for (int v = 0; v < 2; v++) {
-                const uint32_t low_scale = scale<kFormat>(four, 2 * v), high_scale = scale<kFormat>(four, 2 * v + 1);
+                const uint32_t low_scale = scale_pair<kFormat>(four, 2 * v), high_scale = scale_pair<kFormat>(four, 2 * v + 1);
 #pragma unroll
                 for (int p = 2 * v; p < 2 * v + 2; p++) {
                     const uint4& b = x.held[p];
@@ -186,12 +192,6 @@ private:
 #pragma unroll
         for (int i = 0; i < 2; i++) l[i] = mul_bf16x2(l[i], k2to120), h[i] = mul_bf16x2(h[i], k2to120);
         mma_bf16(sum, {l[0], h[0], l[1], h[1]}, {b0, b1});
-    }
-
-    // Byte i as two equal bf16. NVFP4: five bits of exponent and three of mantissa, the value scale * 2^106; MXFP4: all eight are exponent.
-    template <int kFormat> static __device__ __forceinline__ uint32_t scale(uint32_t four, int i) {
-        const uint32_t twice = byte_perm(four, 0, 0x4040 | i | i << 8);
-        return kFormat == kNvfp4 ? twice * 16 + 0x70007000u : twice * 128;
     }
 };
 

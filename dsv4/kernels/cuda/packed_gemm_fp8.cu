@@ -1,0 +1,10 @@
+// packed_gemm_fp8: packed_gemm.cuh with FP8 weights.
+#define PACKED_GEMM_KERNEL packed_gemm_fp8_kernel
+#include "packed_gemm.cuh"
+
+extern "C" int packed_gemm_fp8(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,
+                               void* out, int rows, int columns, int x_columns, int matrices, int result, int most, int short_order,
+                               int blocks, float factor, float limit, cudaStream_t stream) {
+    return packed_gemm<kFp8>(x, weights, factors, offsets, row_weights, out, rows, columns, x_columns, matrices, result, most, short_order,
+                             blocks, factor, limit, stream);
+}

@@ -1,0 +1,223 @@
+"""Products of many tokens with the weights that decode packs (packing.py), on Hopper: cuda/packed_gemm.cuh. No second copy of a weight.
+
+x comes in the kernels' order of columns (`arrange`), once for all weights of one input and one order. `linear` and `grouped_linear` are
+dense; `moe` sorts the tokens by expert on the device: the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ..formats import Weight
+from .experts import PackedExperts
+from .launch import IN, OUT, WEIGHT, Kernel, expect
+from .linear import PackedWeights
+from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
+
+CHUNK = 64  # columns: x is filled up to a multiple
+MOST = (256, 192, 128, 96, 64, 32)  # tokens of a tile: widths of the tensor cores' products
+BLOCK_ROWS, MAX_MATRICES = 128, 384  # cuda/packed_gemm.cuh
+ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
+_CPU_BLOCKS = 3  # what the emulator runs
+# A tile's time grows with its tokens, and by that of so many more for what is the same for all. Predicted, not measured.
+_TILE_OVERHEAD = 16
+
+_ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "rows": int, "columns": int,
+              "x_columns": int, "matrices": int, "result": int, "most": int, "short_order": int, "blocks": int, "factor": float,
+              "limit": float}
+_bf16 = Kernel("packed_gemm_bf16", _ARGUMENTS)
+_fp8 = Kernel("packed_gemm_fp8", _ARGUMENTS)
+_nvfp4 = Kernel("packed_gemm_nvfp4", _ARGUMENTS)
+_mxfp4 = Kernel("packed_gemm_mxfp4", _ARGUMENTS)
+_GEMMS = {FORMATS["plain"]: _bf16, FORMATS["fp8"]: _fp8, FORMATS["nvfp4"]: _nvfp4, FORMATS["mxfp4"]: _mxfp4}
+_arrange_tokens = Kernel("arrange_tokens", {"x": IN, "source": IN, "out": OUT, "rows": int, "columns": int, "short_order": int})
+_sum_rows = Kernel("sum_rows", {"base": IN, "rows": IN, "places": IN, "out": OUT, "tokens": int, "columns": int, "top_k": int})
+
+
+class Arranged(NamedTuple):
+    """Tokens as packed weights of some formats want them: bf16 [.., K up to a multiple of 64], where x was [.., K] (cuda/arrange.cuh).
+    short_order: for bf16 weights; else for FP8 and FP4."""
+
+    values: torch.Tensor
+    columns: int
+    short_order: bool
+
+
+class Routing(NamedTuple):
+    """Tokens by expert. source [S k] int32: the token of each row, experts ascending; offsets [E + 1] int32: where an expert's rows begin;
+    places [S, k] int32: a token's rows, ascending; weights [S k] fp32: of each row."""
+
+    source: torch.Tensor
+    offsets: torch.Tensor
+    places: torch.Tensor
+    weights: torch.Tensor
+
+
+@functools.cache
+def _blocks(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_BLOCKS
+
+
+def takes_short_order(code: int) -> bool:
+    """Which of the two orders of columns weights of this format (packing.FORMATS) want."""
+    return code == BF16
+
+
+def takes(weight: Weight) -> bool:
+    """Whether these products expand the weight to bf16 without rounding: all but FP8 with a block scale of more than 4 significant bits,
+    which is rounded with each of its weights. Reads the scales, so the host waits: once, at load."""
+    if weight.kind != "fp8" or weight.scale.dtype == torch.uint8:
+        return True
+    return not bool((weight.scale.float().view(torch.int32) & 0xFFFFF).any())
+
+
+def arrange(x: torch.Tensor, short_order: bool, source: torch.Tensor | None = None) -> Arranged:
+    """x [M, K] or [M, G, K] bf16, K even, as Arranged; with source [R] int32 (of an x [M, K]): row i is x[source[i]]. Raises UserError for
+    other shapes or dtypes."""
+    expect(x.dim() in (2, 3) and x.shape[-1] > 0 and x.shape[-1] % 2 == 0 and x.dtype == torch.bfloat16
+           and (source is None or (x.dim() == 2 and source.dim() == 1 and source.dtype == torch.int32)), "arrange",
+           "x [M, K] or [M, G, K] in bf16, K even, and source, if any, [R] in int32 with x [M, K]", x=x,
+           **({} if source is None else {"source": source}))
+    K = x.shape[-1]
+    rows = x.shape[:-1] if source is None else source.shape
+    out = torch.empty(*rows, -(-K // CHUNK) * CHUNK, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _arrange_tokens(x=x.contiguous(), source=source, out=out, rows=rows.numel(), columns=K, short_order=int(short_order))
+    return Arranged(out, K, short_order)
+
+
+def _most(rows: int, columns: int, matrices: int, blocks: int) -> int:
+    """Tokens of a tile for which the busiest block has the least to do, if `matrices` share `rows` evenly."""
+    mean = -(-rows // matrices)
+    width = lambda n: 128 if n > 96 and n <= 128 else 192 if 128 < n <= 192 else 256 if n > 192 else -(-n // 32) * 32  # noqa: E731
+
+    def cost(most):
+        whole, rest = divmod(mean, most)
+        per_tile = [width(most) + _TILE_OVERHEAD] * whole
+        per_tile += [max(width(rest), 128 if most > 128 else 0) + _TILE_OVERHEAD] * (rest > 0)
+        across = -(-columns // BLOCK_ROWS) * matrices
+        tiles = len(per_tile) * across
+        return max(sum(per_tile) * across / blocks, max(per_tile) * -(-tiles // blocks)) if per_tile else 0
+
+    return min(MOST, key=cost)
+
+
+def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1.0, factors=None, offsets=None, row_weights=None,
+          short_order=False, limit=0.0):
+    x_columns = x.values.shape[-1]
+    _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, rows=rows,
+                 columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most, short_order=int(short_order),
+                 blocks=_blocks(out.device), factor=factor, limit=limit)
+
+
+def linear(x: Arranged, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:
+    """x of [M, K], packed weights [N_i, K] -> bf16 [M, N_i] each, rounded once. Any M, N_i a multiple of 8.
+
+    Weights are expanded to bf16 exactly (FP8 if its block scales have up to 4 significant bits: powers of two do) and summed in fp32.
+    `most`: tokens of a tile, instead of the chosen one. Raises UserError for other shapes, or an order that is not of a weight's format.
+    """
+    return tuple(_dense("linear", x, weights, i, 1, most) for i in range(len(weights.rows)))
+
+
+def grouped_linear(x: Arranged, weight: PackedWeights, most: int | None = None) -> torch.Tensor:
+    """x of [M, G, K], weight of one [G * R, K], R a multiple of 16 -> bf16 [M, G, R]: group g of x meets rows g * R .. of the weight.
+    As `linear` otherwise."""
+    expect(x.values.dim() == 3 and len(weight.rows) == 1 and weight.rows[0] % (ROWS * x.values.shape[1]) == 0, "grouped_linear",
+           f"x of [M, G, K] and one weight of G * R = {weight.rows[0]} rows, R a multiple of {ROWS}", x=x.values)
+    return _dense("grouped_linear", x, weight, 0, x.values.shape[1], most)
+
+
+def _dense(name, x, weights, i, groups, most):
+    at, code, rows, bits = weights.table[i].tolist()
+    tiles, items, size = weights.segments[i]
+    M = x.values.shape[0]
+    order = "short" if takes_short_order(code) else "long"
+    expect(x.values.shape[1:-1].numel() == groups, name, "x of [M, K]", x=x.values)
+    expect(x.columns == weights.columns and rows % 8 == 0 and x.short_order == takes_short_order(code) and groups <= MAX_MATRICES, name,
+           f"x of {weights.columns} columns in the {order} order, and a multiple of 8 rows", x=x.values)
+    columns = rows // groups
+    out = torch.empty(M, groups, columns, dtype=torch.bfloat16, device=x.values.device)
+    if M:
+        factor = float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+        _gemm(code, ROUNDED, x, weights.data[at : at + tiles * items * size], out, M, columns, groups,
+              most or _most(M, groups * columns, 1, _blocks(out.device)), factor=factor)
+    return out if x.values.dim() == 3 else out[:, 0]
+
+
+def route(chosen: torch.Tensor, weights: torch.Tensor, experts: int) -> Routing:
+    """chosen [S, k] int32 in [0, experts), weights [S, k] fp32 -> their Routing, on the device."""
+    S, k = chosen.shape
+    flat = chosen.flatten()
+    order = torch.argsort(flat, stable=True)
+    numbers = torch.arange(experts + 1, dtype=torch.int32, device=flat.device)
+    offsets = torch.searchsorted(flat[order], numbers, out_int32=True)
+    places = torch.empty(S * k, dtype=torch.int32, device=flat.device)
+    places[order] = torch.arange(S * k, dtype=torch.int32, device=flat.device)
+    return Routing((order // k).int(), offsets, places.view(S, k).sort(1).values, weights.flatten()[order])
+
+
+def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: torch.Tensor, limit: float,
+        most: int | None = None) -> torch.Tensor:
+    """ops.experts.moe for any number of tokens: x [S, D] bf16, chosen [S, k] int32, weights [S, k] fp32 -> [S, D] bf16.
+
+    The hidden values are rounded to bf16 as in the definition; the sums of w2 are fp32 until the last one. Takes S k D fp32 values of
+    memory besides. Raises UserError for other shapes or dtypes.
+    """
+    S, k = chosen.shape if chosen.dim() == 2 else (-1, -1)
+    E, D = len(experts.factors) - 1, experts.columns
+    expect(k >= 1 and x.shape == (S, D) and weights.shape == chosen.shape and D % 8 == experts.inner % 8 == 0 and E <= MAX_MATRICES
+           and x.dtype == torch.bfloat16 and chosen.dtype == torch.int32 and weights.dtype == torch.float32, "moe",
+           f"x [S, {D}] in bf16, chosen [S, k] in int32 and weights [S, k] in fp32, widths multiples of 8", x=x, chosen=chosen,
+           weights=weights)
+    if not S:
+        return torch.empty_like(x)
+    routing = route(chosen, weights, E)
+    up_shared, up_routed, down_shared, down_routed = experts.formats
+    hidden = expert_up(arrange(x, takes_short_order(up_shared)), experts.up_shared, up_shared, down_shared, experts.factors[E:],
+                       experts.inner, limit, most=most)
+    base = expert_down(hidden, experts.down_shared, down_shared, experts.factors[E:], D, most=most)
+    x = arrange(x, takes_short_order(up_routed), routing.source)
+    hidden = expert_up(x, experts.up_routed, up_routed, down_routed, experts.factors[:E], experts.inner, limit, routing, most)
+    rows = expert_down(hidden, experts.down_routed, down_routed, experts.factors[:E], D, routing, most)
+    return sum_rows(base, rows, routing.places)
+
+
+def expert_up(x: Arranged, packed: torch.Tensor, code: int, next_code: int, factors: torch.Tensor, inner: int, limit: float,
+              routing: Routing | None = None, most: int | None = None) -> Arranged:
+    """silu(min(w1 x, limit)) * clamp(w3 x, limit) * routing weight of rows sorted by expert, in the order that w2's format wants.
+
+    x of [R, D], packed [E, ..] of format `code` and factors [E, 3] as in PackedExperts; without a routing, one expert has all rows.
+    """
+    E, R = len(packed), len(x.values)
+    expect(factors.shape == (E, 3) and packed.shape[3] == ITEM_BYTES[code] and (E == 1 or routing is not None)
+           and x.short_order == takes_short_order(code), "expert_up", "packed [E, tiles, items, bytes] and factors [E, 3]", x=x.values,
+           packed=packed, factors=factors)
+    out = torch.empty(R, -(-inner // CHUNK) * CHUNK, dtype=torch.bfloat16, device=x.values.device)
+    _gemm(code, SWIGLU, x, packed, out, R, inner, E, most or _most(R, 2 * inner, E, _blocks(out.device)), factors=factors,
+          offsets=routing and routing.offsets, row_weights=routing and routing.weights, short_order=takes_short_order(next_code),
+          limit=limit)
+    return Arranged(out, inner, takes_short_order(next_code))
+
+
+def expert_down(hidden: Arranged, packed: torch.Tensor, code: int, factors: torch.Tensor, columns: int, routing: Routing | None = None,
+                most: int | None = None) -> torch.Tensor:
+    """w2 of the same rows: fp32 [R, columns]."""
+    E, R = len(packed), len(hidden.values)
+    out = torch.empty(R, columns, device=hidden.values.device)
+    _gemm(code, FLOATS, hidden, packed, out, R, columns, E, most or _most(R, columns, E, _blocks(out.device)), factors=factors,
+          offsets=routing and routing.offsets)
+    return out
+
+
+def sum_rows(base: torch.Tensor | None, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """base [S, D] or None and rows [R, D] fp32, places [S, k] int32 -> bf16 [S, D]: base[s] + rows[places[s, 0]] + .., in this order."""
+    (S, k), D = places.shape, rows.shape[1]
+    expect(rows.dtype == torch.float32 and places.dtype == torch.int32 and D % 4 == 0
+           and (base is None or (base.shape == (S, D) and base.dtype == torch.float32)), "sum_rows",
+           "rows [R, D] and base [S, D] in fp32, D a multiple of 4, and places [S, k] in int32", rows=rows, places=places)
+    out = torch.empty(S, D, dtype=torch.bfloat16, device=rows.device)
+    _sum_rows(base=base, rows=rows, places=places.contiguous(), out=out, tokens=S, columns=D, top_k=k)
+    return out

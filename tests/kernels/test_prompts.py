@@ -1,0 +1,249 @@
+"""Products of many tokens with the weights that decode packs (packed_gemm, wgmma) on the CPU emulator, against their definitions."""
+
+import pytest
+import torch
+
+from dsv4.errors import UserError
+from dsv4.formats import Weight
+from dsv4.kernels import build, experts, linear, prompts
+from dsv4.ops.experts import Expert
+from dsv4.ops.linear import matmul_fp32
+
+from ..emulator.emulator import ON_GPU, emulated, needs_gxx
+from . import compare
+from .test_moe import LIMIT, assert_as_good, choice, layer, quantized
+from .weights import any_weight
+
+pytestmark = needs_gxx
+if ON_GPU and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+    pytestmark = pytest.mark.skip(reason="this GPU has no wgmma")
+
+KINDS = ("plain", "fp8", "nvfp4", "mxfp4")
+GEMMS = [kernel.name for kernel in prompts._GEMMS.values()]
+
+
+def tokens(rng, *shape):
+    """Of different sizes."""
+    size = torch.exp2(torch.randint(-4, 5, (shape[0], *[1] * (len(shape) - 1)), generator=rng))
+    return (torch.randn(*shape, generator=rng) * size).bfloat16()
+
+
+def arranged(x, packed, source=None):
+    return prompts.arrange(x, prompts.takes_short_order(int(packed.table[0, 1])), source)
+
+
+def product(x, *weights, most=None, **how):
+    packed = linear.pack_weights(weights)
+    with emulated(**how):
+        return prompts.linear(arranged(x, packed), packed, most)
+
+
+def check(got, x, weight):
+    """4 roundings of the absolute terms: tensor cores cut off, and do not round, what they add."""
+    w = weight.dequantize().double()
+    low = matmul_fp32(x, weight).to(got.dtype)
+    compare.assert_as_good(got, low, x.double() @ w.T, roundings=4, scale=x.double().abs() @ w.abs().T)
+
+
+# One token; every width of the product and its edges; tiles of several widths; ragged rows; K below a chunk, of ragged chunks and items,
+# of several items, so that the rings go round.
+SHAPES = [(1, 8, 64, 32), (33, 136, 192, 32), (64, 16, 544, 64), (97, 264, 320, 128), (129, 128, 512, 96), (130, 40, 1024, 128),
+          (190, 24, 96, 192), (257, 272, 160, 256), (440, 128, 2080, 256)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("M,rows,columns,most", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_definition(rng, kind, M, rows, columns, most, reverse):
+    weight, x = any_weight(rng, kind, rows, columns), tokens(rng, M, columns)
+    (got,) = product(x, weight, most=most, reverse=reverse)
+    assert got.shape == (M, rows) and got.dtype == torch.bfloat16
+    check(got, x, weight)
+
+
+def test_a_token_has_the_same_result_in_any_tile(rng):
+    """Bit for bit: alone, among others, in any width."""
+    weight, x = any_weight(rng, "nvfp4", 130 + 6, 576), tokens(rng, 200, 576)
+    results = [product(x, weight, most=most)[0] for most in prompts.MOST]
+    assert all(torch.equal(r, results[0]) for r in results[1:])
+    assert torch.equal(product(x[77:78], weight)[0], results[0][77:78])
+
+
+def test_more_blocks_than_tiles_and_tiles_than_blocks(rng, monkeypatch):
+    """300 tokens and 300 rows in tiles of 32 tokens: 30 of them, on 1 to 40 blocks; bands of 8 tiles down."""
+    weight, x = any_weight(rng, "mxfp4", 304, 128), tokens(rng, 300, 128)
+    for blocks in (1, 2, 7, 40):
+        monkeypatch.setattr(prompts, "_blocks", lambda _, blocks=blocks: blocks)
+        check(product(x, weight, most=32)[0], x, weight)
+
+
+def test_several_weights_of_one_input(rng):
+    weights, x = [any_weight(rng, kind, rows, 608) for kind, rows in (("nvfp4", 72), ("fp8", 136), ("mxfp4", 8))], tokens(rng, 50, 608)
+    for got, weight in zip(product(x, *weights), weights, strict=True):
+        check(got, x, weight)
+
+
+@pytest.mark.parametrize("kind,columns", [("fp8", 16384), ("nvfp4", 7168), ("plain", 4096)])
+def test_widths_of_the_model(rng, kind, columns):
+    weight, x = any_weight(rng, kind, 128, columns), tokens(rng, 3, columns)
+    check(product(x, weight)[0], x, weight)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_groups(rng, kind):
+    """wo_a's: group g of x meets rows g * R .. of the weight; K fills no item."""
+    G, R, K, M = 3, 144, 96, 70
+    weight, x = any_weight(rng, kind, G * R, K, block=(8, 128)), tokens(rng, M, G, K)
+    packed = linear.pack_weights((weight,))
+    with emulated():
+        got = prompts.grouped_linear(arranged(x, packed), packed)
+    w, terms = weight.dequantize().view(G, R, K), "mgk,grk->mgr"
+    low = torch.einsum(terms, x.float(), w).bfloat16()
+    exact = torch.einsum(terms, x.double(), w.double())
+    compare.assert_as_good(got, low, exact, roundings=4, scale=torch.einsum(terms, x.double().abs(), w.double().abs()))
+
+
+def test_extremes(rng):
+    """Not a number and infinity stay with their token; the largest scales and codes; no token."""
+    weight, x = any_weight(rng, "nvfp4", 128, 512), tokens(rng, 40, 512)
+    weight.scale.view(torch.uint8)[:, :] = 0x7E  # 448
+    x[3, 100], x[17, 0] = float("nan"), float("inf")
+    (got,) = product(x, weight)
+    fine = [i for i in range(40) if i not in (3, 17)]
+    assert got[3].isnan().all() and not got[17].isfinite().any()
+    check(got[fine], x[fine], weight)
+    assert product(x[:0], weight)[0].shape == (0, 128)
+
+
+@pytest.mark.parametrize("short_order", [False, True])
+@pytest.mark.parametrize("K", [2, 64, 150])
+def test_arranged_columns(rng, short_order, K):
+    """Element by element, by the definition in arrange.cuh."""
+    x, source = torch.randn(5, K, generator=rng).bfloat16(), torch.tensor([4, 0, 0, 3], dtype=torch.int32)
+    with emulated():
+        got = prompts.arrange(x, short_order, source)
+    assert got.columns == K and got.short_order == short_order and got.values.shape == (4, -(-K // 64) * 64)
+    padded = torch.nn.functional.pad(x, (0, -K % 64))
+    for chunk in range(0, padded.shape[1], 64):
+        for place in range(64):
+            i, h, q, e = place // 16, place // 8 % 2, place // 2 % 4, place % 2
+            column = 32 * (i // 2) + 8 * q + 4 * (i % 2) + 2 * h + e if short_order else 16 * q + 4 * i + 2 * h + e
+            assert torch.equal(got.values[:, chunk + place], padded[source.long(), chunk + column])
+
+
+def test_routing(rng):
+    chosen, weights = choice(rng, 50, 3, 7)
+    chosen[chosen == 2] = 6  # an expert without tokens, and tokens with one expert twice
+    source, offsets, places, of_row = prompts.route(chosen, weights, 9)
+    assert [t.dtype for t in (source, offsets, places)] == [torch.int32] * 3
+    for e in range(9):
+        rows = slice(int(offsets[e]), int(offsets[e + 1]))
+        token, slot = torch.where(chosen == e)
+        assert source[rows].tolist() == token.tolist() and torch.equal(of_row[rows], weights[token, slot])
+    assert offsets[0] == 0 and offsets[9] == 150 and (places.diff(dim=1) > 0).all()
+    assert torch.equal(source[places.long()], torch.arange(50, dtype=torch.int32)[:, None].expand(50, 3))
+
+
+def moe(x, packed, chosen, weights, limit=LIMIT, how=None):
+    with emulated(**(how or {})):
+        return prompts.moe(x, packed, chosen, weights, limit)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind,shared_kind", [("nvfp4", "fp8"), ("mxfp4", "plain"), ("fp8", "nvfp4"), ("plain", "mxfp4")])
+def test_moe(rng, kind, shared_kind, reverse):
+    """Experts with none and with different numbers of tokens; widths that fill no block, item or chunk."""
+    D, inner, E, k, S = 192, 96, 6, 2, 45
+    x, (chosen, weights) = torch.randn(S, D, generator=rng).bfloat16(), choice(rng, S, k, E)
+    chosen[chosen == 3] = 5
+    parts = layer(rng, D, inner, E, kind, shared_kind)
+    got = moe(x, experts.pack_experts(*parts), chosen, weights, how={"reverse": reverse})
+    assert_as_good(got, x, *parts, chosen, weights)
+
+
+def test_an_expert_of_many_tiles(rng):
+    """300 tokens, of which all choose expert 1: two tiles of tokens there, and in w2 several of rows."""
+    D, inner, S = 264, 136, 300
+    x, parts = torch.randn(S, D, generator=rng).bfloat16(), layer(rng, D, inner, 4, "plain", "plain")
+    chosen, weights = torch.tensor([[1, 3]] * S, dtype=torch.int32), torch.rand(S, 2, generator=rng) + 0.1
+    chosen[::7, 1] = 0
+    got = moe(x, experts.pack_experts(*parts), chosen, weights)
+    assert_as_good(got, x, *parts, chosen, weights)
+
+
+def test_decode_and_prompt_agree_on_one_copy(rng):
+    """The same packed experts: the moe kernel of a step and this one are within the rounding of their output."""
+    x, (chosen, weights) = torch.randn(6, 512, generator=rng).bfloat16(), choice(rng, 6, 2, 8)
+    packed = experts.pack_experts(*layer(rng, 512, 256, 8, "nvfp4", "fp8"))
+    with emulated():
+        step = experts.moe(x, packed, chosen, weights, LIMIT).sum(0)
+    got = moe(x, packed, chosen, weights)
+    assert (got.double() - step.double()).norm() < 2 * 2**-9 * step.double().norm()
+
+
+def test_clamps(rng):
+    """At a limit that nearly all gates and ups pass, and one that none does."""
+    D, inner = 64, 64
+    x, parts = torch.randn(9, D, generator=rng).bfloat16() * 30, layer(rng, D, inner, 3, "nvfp4", "fp8")
+    chosen, weights = choice(rng, 9, 1, 3)
+    packed, results = experts.pack_experts(*parts), []
+    for limit in (0.5, 1e4):
+        results.append(moe(x, packed, chosen, weights, limit))
+        assert_as_good(results[-1], x, *parts, chosen, weights, limit)
+    assert not torch.equal(*results)
+
+
+def test_what_is_refused(rng):
+    packed, plain = (linear.pack_weights((any_weight(rng, kind, 32, 64),)) for kind in ("nvfp4", "plain"))
+    x = torch.zeros(3, 64).bfloat16()
+    with emulated():
+        for wrong in (x.float(), x[0], x[:, :63]):
+            with pytest.raises(UserError, match=r"arrange: expected x \[M, K\] or \[M, G, K\] in bf16, K even.*, found x \["):
+                prompts.arrange(wrong, False)
+        with pytest.raises(UserError, match="arrange: expected .*, found .*source .* int64"):
+            prompts.arrange(x, False, torch.zeros(2, dtype=torch.int64))
+        for order, weights in ((True, packed), (False, plain)):
+            with pytest.raises(UserError, match="linear: expected x of 64 columns in the (short|long) order"):
+                prompts.linear(prompts.arrange(x, order), weights)
+        with pytest.raises(UserError, match="linear: expected x of 64 columns"):
+            prompts.linear(prompts.arrange(x[:, :32], False), packed)
+        with pytest.raises(UserError, match=r"linear: expected x of \[M, K\], found x \[3, 5, 64\]"):
+            prompts.linear(prompts.arrange(x[:, None].expand(3, 5, 64), False), packed)
+        with pytest.raises(UserError, match="grouped_linear: expected .* one weight of G"):
+            prompts.grouped_linear(prompts.arrange(x[:, None].expand(3, 5, 64), False), packed)
+    layers = experts.pack_experts(*layer(rng, 64, 32, 3, "nvfp4", "fp8"))
+    chosen, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+    for args in ((x.float(), chosen, weights), (x[:2], chosen, weights), (x, chosen.long(), weights), (x, chosen, weights.double()),
+                 (x, chosen[0], weights[0])):
+        with pytest.raises(UserError, match=r"moe: expected x \[S, 64\] in bf16"):
+            moe(args[0], layers, *args[1:])
+    assert prompts.takes(any_weight(rng, "fp8", 8, 64)) and not prompts.takes(any_weight(rng, "fp8 fp32", 8, 64))
+
+
+def test_products_with_an_exact_answer(rng):
+    """Whole numbers: every sum and result is exact, so equal."""
+    x = torch.randint(-4, 5, (70, 256), generator=rng).bfloat16()
+    w = torch.randint(-1, 2, (64, 256), generator=rng).float()
+    for kind in ("plain", "fp8", "mxfp4"):
+        weight = quantized(w, kind)
+        assert torch.equal(weight.dequantize(), w)
+        assert torch.equal(product(x, weight)[0], (x.float() @ w.T).bfloat16())
+
+
+def test_zero_experts_and_zero_weights(rng):
+    """w2 of zeros leaves the shared expert; a routing weight of 0 too."""
+    D, inner = 64, 32
+    parts, shared = layer(rng, D, inner, 2, "nvfp4", "fp8")
+    none = Expert(parts[0].w1, Weight("nvfp4", (D, inner), torch.zeros_like(parts[0].w2.payload), parts[0].w2.scale, 0.5, block=(1, 16)),
+                  parts[0].w3)
+    x, (chosen, weights) = torch.randn(20, D, generator=rng).bfloat16(), choice(rng, 20, 1, 2)
+    only_shared = moe(x, experts.pack_experts([none, none], shared), chosen, weights)
+    assert torch.equal(moe(x, experts.pack_experts(parts, shared), chosen, weights * 0), only_shared)
+    assert only_shared.float().norm() > 0
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_no_product_waits_for_another_one(nvcc, kernel_cache, name):
+    """ptxas says in its report where it makes wgmma run one after the other."""
+    report = (build.build(name, "sm_90a").parent / f"{build.build(name, 'sm_90a').name}.txt").read_text()
+    assert "Compiling entry function" in report and "wgmma" not in report
