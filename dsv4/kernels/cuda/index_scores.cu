@@ -11,10 +11,8 @@
 // warp for 128 mma, which take 750 to 830 cycles of its quarter of the SM: 9 us, and 2.5 for the launch, the queries and the first keys.
 // 32,768 entries: 4 us. Where nothing is computed: 1 us.
 // Measured on an H200: 4.4 us for 1,024 entries, 17.5 for 262,144 (docs/measurements.md).
-#include "common.cuh"
-#include "ptx.cuh"
+#include "index_query.cuh"
 
-constexpr int kHeads = 64, kDim = 128, kRope = 64, kRatio = 4;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kBlocks = 132;                       // one for each SM of an H200
 constexpr int kMaxTokens = 8;
@@ -27,14 +25,8 @@ constexpr float kWeightFactor = 0x1p32f;
 
 struct Token {
     uint4 q[kRows][kSteps][32];                    // the A fragment of each lane
-    float weights[kHeads];                         // times (128 * 64)^-0.5 and kWeightFactor
+    float weights[kHeads];                         // times kHeadFactor and kWeightFactor
 };
-
-// Two values to bf16 and back: one conversion of a pair is several times as fast as two of one value.
-__device__ __forceinline__ void round_bf16(float& a, float& b) {
-    const uint32_t pair = pack_bf16(a, b);
-    a = bf16_lo(pair), b = bf16_hi(pair);
-}
 
 // x to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with its sign, |x| <= 6; ties to the even code: multiples of a step, by the rounding of an
 // addition.
@@ -48,45 +40,10 @@ __device__ __forceinline__ void prepare(const float* q, const float* cos, const 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, u = lane % 8;
     const int row_tile = warp / 4, g = warp % 4 * 2 + lane / 16, upper = lane / 8 % 2, head = row_tile * 16 + upper * 8 + g;
     float v[16];
+    const unsigned exponent = index_query(q + head * kDim, cos, sin, v);
+    const float scale = exponent == kNanScale ? NAN : __uint_as_float(exponent << 23);
 #pragma unroll
-    for (int i = 0; i < 16; i += 4) load(reinterpret_cast<float(&)[4]>(v[i]), q + head * kDim + u * 16 + i);
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) round_bf16(v[i], v[i + 1]);
-    if (u >= 4) {  // products rounded before they are added, as in the definition: a bit here can become a step of FP4
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float c = cos[(u - 4) * 8 + i], s = sin[(u - 4) * 8 + i], a = v[2 * i], b = v[2 * i + 1];
-            v[2 * i] = __fmul_rn(a, c) - __fmul_rn(b, s);
-            v[2 * i + 1] = __fmul_rn(a, s) + __fmul_rn(b, c);
-            round_bf16(v[2 * i], v[2 * i + 1]);
-        }
-    }
-#pragma unroll
-    for (int half = 1; half < 16; half *= 2)
-#pragma unroll
-        for (int i = 0; i < 16; i++)
-            if (!(i & half)) {
-                const float a = v[i], b = v[i + half];
-                v[i] = a + b, v[i + half] = a - b;
-            }
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) {
-        const float sign = lane & lanes ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], lanes));
-    }
-    unsigned largest = 0;  // magnitudes as integers, where NaN is above all
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-        v[i] *= 0.08838834764831845f, v[i + 1] *= 0.08838834764831845f;
-        round_bf16(v[i], v[i + 1]);
-        largest = max(largest, max(__float_as_uint(v[i]) & 0x7fffffffu, __float_as_uint(v[i + 1]) & 0x7fffffffu));
-    }
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    const unsigned exponent = (__float_as_uint(__uint_as_float(largest) * (1.0f / 6)) + 0x7fffff) >> 23;  // of the power of two at or above
-    const float scale = largest < 0x7f800000u ? __uint_as_float(exponent << 23) : NAN, inverse = __uint_as_float((254 - exponent) << 23);
-#pragma unroll
-    for (int i = 0; i < 16; i++) v[i] = round_e2m1(v[i] * inverse) * scale;
+    for (int i = 0; i < 16; i++) v[i] = round_e2m1(v[i]) * scale;
     // Word w of a block of 32 values has nibbles 0 to 7; pair j of it is nibbles j and j + 4, register j % 2 of step 2 w + j / 2.
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -95,7 +52,7 @@ __device__ __forceinline__ void prepare(const float* q, const float* cos, const 
             uint32_t* fragment = reinterpret_cast<uint32_t*>(&to.q[row_tile][2 * (u % 2 * 2 + half) + j / 2][g * 4 + u / 2]);
             fragment[j % 2 * 2 + upper] = pack_bf16(v[half * 8 + j], v[half * 8 + j + 4]);
         }
-    if (u == 0) to.weights[head] = head_weights[head] * 0.011048543456039806f * kWeightFactor;
+    if (u == 0) to.weights[head] = head_weights[head] * kHeadFactor * kWeightFactor;
 }
 
 // What a lane holds of 32 packed keys: 16 bytes of one key in each 8, and the four scales of key `lane`.
