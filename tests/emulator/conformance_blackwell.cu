@@ -124,3 +124,57 @@ extern "C" int conformance_pairs(const float* a, const float* b, const float* c,
     LAUNCH(pairs, dim3(n / 256), dim3(128), 0, stream, a, b, c, out);
     return cudaGetLastError();
 }
+
+// out [128, 128] = a [128, 64] b [64, 128], bf16, b with rows along K: two strips of 64 columns.
+__global__ void across(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, float* out) {
+#ifdef HAS_TENSOR_MEMORY
+    DYN_SMEM(char, memory);
+    grid_dependency_wait();
+    const int t = threadIdx.x, warp = t / 32;
+    char *a = memory, *b = a + 128 * 128;
+    uint64_t* bar = reinterpret_cast<uint64_t*>(b + 2 * 64 * 128);
+    uint32_t* address = reinterpret_cast<uint32_t*>(bar + 2);
+    if (t == 0) {
+        mbarrier_init(bar, 1);
+        mbarrier_init(bar + 1, 1);
+        mbarrier_fence_init();
+        mbarrier_expect(bar, 128 * 128 + 2 * 64 * 128);
+        tensor_load(a, &a_map, 0, 0, bar);
+        for (int strip = 0; strip < 2; strip++) tensor_load(b + strip * 64 * 128, &b_map, strip * 64, 0, bar);
+    }
+    if (warp == 0) {
+        tensor_alloc(address, 128);
+        tensor_relinquish();
+    }
+    tensor_fence_before();
+    __syncthreads();
+    tensor_fence_after();
+    const uint32_t d = *address;
+    if (t == 0) {
+        mbarrier_wait(bar, 0);
+        for (int k = 0; k < 4; k++)
+            tensor_mma_bf16(d, tensor_operand(a + k * 32, Swizzle::k128, 1024), tensor_operand_across(b + k * 2048, 1024, 64 * 128),
+                            tensor_shape(kTensorBf16, 128) | kTensorAcross, k > 0);
+        tensor_commit(bar + 1);
+    }
+    mbarrier_wait(bar + 1, 0);
+    tensor_fence_after();
+    for (int i = 0; i < 128; i += 8) {
+        uint32_t r[1][8];
+        tensor_load_8(r[0], d + (warp * 32 << 16) + i);
+        tensor_wait_load(r);
+        for (int j = 0; j < 8; j++) out[t * 128 + i + j] = __uint_as_float(r[0][j]);
+    }
+    tensor_fence_before();
+    __syncthreads();
+    if (warp == 0) tensor_free(d, 128);
+#endif
+}
+extern "C" int conformance_across(const void* a, const void* b, float* out, cudaStream_t stream) {
+    TensorMap a_map, b_map;
+    cudaError_t error = make_tensor_map(&a_map, 2, a, 64, 128, 128, 64, 128, Swizzle::k128);
+    if (error == cudaSuccess) error = make_tensor_map(&b_map, 2, b, 128, 64, 256, 64, 64, Swizzle::k128);
+    if (error != cudaSuccess) return error;
+    LAUNCH(across, dim3(1), dim3(128), 128 * 128 + 2 * 64 * 128 + 32, stream, a_map, b_map, out);
+    return cudaGetLastError();
+}

@@ -440,9 +440,12 @@ __forceinline__ uint64_t tensor_operand(const void* first, Swizzle swizzle, unsi
     return emu::operand(
         first, code << 61 | uint64_t(1) << 46 | uint64_t(group_bytes >> 4 & 0x3fff) << 32 | uint64_t(cell_bytes >> 4 & 0x3fff) << 16);
 }
+__forceinline__ uint64_t tensor_operand_across(const void* first, unsigned group_bytes, unsigned strip_bytes) {
+    return tensor_operand(first, Swizzle::k128, group_bytes, strip_bytes);
+}
 constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4,
                    kTensorNvfp4 = 8u << 24 | 1u << 10 | 1u << 7, kTensorMxfp4 = kTensorNvfp4 | 1u << 23;
-constexpr uint32_t kTensorUpperScales = 2u << 29 | 2u << 4;
+constexpr uint32_t kTensorUpperScales = 2u << 29 | 2u << 4, kTensorAcross = 1u << 16;
 constexpr uint32_t tensor_shape(uint32_t kind, unsigned columns) { return kind | columns / 8 << 17; }
 __forceinline__ void tensor_alloc(uint32_t* shared, unsigned columns, EMU_SITE) { emu::tensor_alloc(shared, columns, file, line); }
 __forceinline__ void tensor_relinquish(EMU_SITE) { emu::tensor_relinquish(file, line); }

@@ -348,6 +348,15 @@ def test_products_in_tensor_memory(rng, place, kind, swizzle):
     assert torch.equal(out.double(), start.double() + left.double() @ right.double().T)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_product_with_rows_along_k(rng, place):
+    """b in the layout that its transpose would be brought in for a product along the other side: keys that are values too."""
+    a, b = (torch.randint(-8, 9, shape, generator=rng).to(torch.bfloat16) for shape in ((128, 64), (64, 128)))
+    out = torch.empty(128, 128)
+    run(place, "across", BLACKWELL, generation=10, a=a, b=b, out=out)
+    assert torch.equal(out, a.float() @ b.float())
+
+
 def test_encodings_of_tensor_memory():
     """As in the PTX that CuTeDSL 4.8 emits for its dense nvfp4 kernel of 128 x 128: two constants that were read there."""
     out = torch.empty(5, dtype=torch.int32)

@@ -161,10 +161,16 @@ PTX_FN uint64_t tensor_operand(const void* first, Swizzle swizzle, unsigned grou
     return code << 61 | uint64_t(1) << 46 | static_cast<uint64_t>(group_bytes >> 4 & 0x3fff) << 32 |
            static_cast<uint64_t>(cell_bytes >> 4 & 0x3fff) << 16 | (ptx::shared_address(first) >> 4 & 0x3fff);
 }
+// b the other way round: rows of shared memory are along K and hold N values each, in strips of 64 (128 bytes, swizzled); the next 64 of N
+// are `strip_bytes` further, the next 8 of K `group_bytes`. The same memory is a matrix of 64 columns for tensor_operand.
+PTX_FN uint64_t tensor_operand_across(const void* first, unsigned group_bytes, unsigned strip_bytes) {
+    return tensor_operand(first, Swizzle::k128, group_bytes, strip_bytes);
+}
 // The instruction descriptors of d [128, columns] in fp32.
 constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4,
                    kTensorNvfp4 = 8u << 24 | 1u << 10 | 1u << 7, kTensorMxfp4 = kTensorNvfp4 | 1u << 23;
 constexpr uint32_t kTensorUpperScales = 2u << 29 | 2u << 4;  // of tensor_mma_mxfp4, to be added
+constexpr uint32_t kTensorAcross = 1u << 16;                 // of tensor_mma_bf16, to be added: b as tensor_operand_across has it
 __host__ __device__ constexpr uint32_t tensor_shape(uint32_t kind, unsigned columns) { return kind | columns / 8 << 17; }
 
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
