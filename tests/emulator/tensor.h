@@ -320,10 +320,11 @@ void tensor_mma(Kind kind, uint32_t d, uint64_t a, uint64_t b, uint32_t shape, u
         else read_operand(operand, swizzle, 0, rows, 2, bytes[0], current->started, pipe, what, place);
         std::vector<Row> out(rows);
         for (unsigned r = 0; r < rows; r++) {
-            for (unsigned k = 0; k < K; k++)
-                out[r].values[k] = block              ? kE2m1[bytes[r][k / 2] >> 4 * (k % 2) & 15]
-                                   : kind == Kind::kE4m3 ? e4m3_to_float(bytes[r][k])
-                                                         : bits_as<float>(uint32_t(bytes[r][2 * k]) << 16 | uint32_t(bytes[r][2 * k + 1]) << 24);
+            for (unsigned k = 0; k < K; k++) {
+                if (block) out[r].values[k] = kE2m1[bytes[r][k / 2] >> 4 * (k % 2) & 15];
+                else if (kind == Kind::kE4m3) out[r].values[k] = e4m3_to_float(bytes[r][k]);
+                else out[r].values[k] = bits_as<float>(uint32_t(bytes[r][2 * k]) << 16 | uint32_t(bytes[r][2 * k + 1]) << 24);
+            }
             if (!block) continue;
             const size_t cell = cell_at(m, scales, r % 32, r / 32, what, place);
             access_in_pipe(m, cell, false, read, what, place);

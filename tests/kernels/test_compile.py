@@ -20,6 +20,7 @@ from dsv4.ops import backend
 ARCHITECTURES = ("sm_90a", "sm_100a")
 # Instructions of Blackwell's tensor cores in the machine code: products by format, copies of scales to tensor memory, tensor copies.
 BLACKWELL = {"nvfp4_linear": (r"UTCOMMA\.(4X|BLOCK16)", r"UTCCP\..*", r"UTMALDG\.2D"),
+             "attention_sm100": ("UTCHMMA", r"LDTM\.x8", r"STTM\.x8", "UCGABAR_ARV", "UCGABAR_WAIT"),
              "index_scores_sm100": ("UTCOMMA", r"UTCCP\..*", r"UTMALDG\.2D", r"LDTM\.x8", "FFMA2")}
 
 
@@ -78,7 +79,7 @@ def test_machine_code_for_blackwell(nvcc, nvdisasm, tmp_path, name, arch):
     subprocess.run([nvcc.path, *flags, "-gencode", f"arch=compute_{arch[3:]},code={arch}", "-cubin", "-o", tmp_path / "cubin",
                     build.SOURCES / f"{name}.cu"], check=True, capture_output=True)
     code = subprocess.run([nvdisasm, "-c", tmp_path / "cubin"], check=True, capture_output=True, text=True).stdout
-    found = set(re.findall(r"[A-Z][A-Z0-9]+(?:\.\w+)*", code))
+    found = set(re.findall(r"[A-Z][A-Z0-9_]+(?:\.\w+)*", code))
     for instruction in BLACKWELL[name]:
         assert any(re.fullmatch(instruction, f) for f in found), instruction
     assert not any(f.split(".")[0] in ("LDL", "STL", "HMMA", "QMMA") for f in found)

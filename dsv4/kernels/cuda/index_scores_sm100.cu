@@ -1,5 +1,5 @@
-// index_scores_sm100: index_scores (index_scores.cu, which says what that is) on Blackwell's tensor cores, for one token of a step or all of
-// a prompt's. sm_90a has none of them: there the function returns cudaErrorNotSupported.
+// index_scores_sm100: index_scores (index_scores.cu, which says what that is) on Blackwell's tensor cores, for one token of a step or all
+// of a prompt's. sm_90a has none of them: there the function returns cudaErrorNotSupported.
 //
 // Codes and scales of keys and queries are what tcgen05.mma kind::mxf4 takes, so nothing is expanded: products are exact, their sums fp32.
 // A tile of 128 entries is the product's rows and the 64 heads of a token its columns, so a thread of the epilogue owns an entry, reads its
