@@ -24,7 +24,7 @@
 // shared memory for 16 heads (stored, read as values, 8 warps' parts of the scores written and read). So a block has 32 heads, an SM to
 // itself, and the registers for the next tile beside the one in use. HCA at 1M (128 heads, 8,320 keys): 4 x 33 blocks, 4 tiles of 64 keys;
 // 19.5 MB through L2, 3.4 us of products, 1,000 instructions a tile and warp (two warps a scheduler: 4 us, with what they wait for 6.5);
-// start and first keys 3, stores 0.5, the merge of 33 splits 3: 13 us.
+// start and first keys 3, stores 0.5, the merge of 33 splits, 4.3 MB in one round trip, 2.3: 12.5 us.
 // Measured on an H200: 128 heads and 1,152 keys 7.9 us, 160 keys 6.9; 64 heads and 640 keys 6.2; 8,320 keys 25.0 with 16 heads a block,
 // two blocks an SM and tiles of 48 keys that were asked for when the one before had been scored (docs/measurements.md).
 #include "common.cuh"
@@ -34,7 +34,6 @@ constexpr int kKeyBytes = kPlain + 2 * kRotary, kScaleBytes = 8;
 constexpr int kUnit = 16, kWarpDims = 64;
 constexpr int kWarps = kDim / kWarpDims, kThreads = 32 * kWarps, kRotaryWarp = kWarps - 1;
 constexpr int kMergeGroups = 4, kMergeThreads = kMergeGroups * (kDim / 8), kMaxSplits = 64;
-constexpr int kAhead = 6;  // splits of a group on their way at a time
 // A normed q is at most 512^0.5. It goes times 2^11: then f16 holds its bf16 exactly down to 2^-28.
 constexpr float kQueryFactor = 2048.0f, kScale = 0.044194173824159216f / kQueryFactor;  // of a score: 512^-0.5
 constexpr float kExp2Scale = kScale * 1.4426950408889634f;                              // for powers of two instead of e
@@ -426,8 +425,8 @@ __device__ __forceinline__ void fetch_query(uint32_t (&q)[kRowTiles<kHeads>][4][
                                      (((j / 2 * 4 + j % 2 * 2 + lane / 16) ^ head % 8 ^ warp % 2 * 4) << 4));
 }
 
-// kOnce: a split has one tile at most, and every split leaves a result. Otherwise splits that see no key leave no more than that. Keys of
-// the first tile are asked for before the position is known, those of a later one before the tile in front of it is scored.
+// kOnce: a split has one tile at most. Keys of the first tile are asked for before the position is known, those of a later one before the
+// tile in front of it is scored. Every split leaves a result, also if it sees no key.
 template <int kHeads, int kUnits, bool kOnce>
 __global__ void __launch_bounds__(kThreads, kHeads == 32 ? 1 : 2)
 attention_split(const float* q, const float* cos, const float* sin, const int64_t* positions, Cache cache, __nv_bfloat16* partial,
@@ -459,11 +458,7 @@ attention_split(const float* q, const float* cos, const float* sin, const int64_
     __syncthreads();
     if (!kOnce) {
         if (cache.ratio) all = min(all, units_of(cache.ring) + units_of(int(unsigned(position + 1) / unsigned(cache.ratio))));
-        if (split >= all) {
-            cp_async_wait<0>();
-            for (int h = 0; h < kMine; h += 2) store_stats(h, -INFINITY, 0.0f);
-            return;
-        }
+        all = max(all, split + 1);  // a tile of which nothing is seen
     }
     unsigned exponent = 0;
     float out[kTiles][8][4] = {};
@@ -536,10 +531,12 @@ attention_split(const float* q, const float* cos, const float* sin, const int64_
 }
 
 // One block a head: out = (sum_i e_i partial_i) / (sum_i e_i sum_i + e_sink), e = exp(. - the largest), then the inverse RoPE. Group k of
-// 64 threads, which have 8 dims each, adds splits k, k + 4, ... up; then a thread has one pair of dims.
+// 64 threads, which have 8 dims each, adds splits k, k + 4, ... up, of which kAhead are on their way at a time; then a thread has one pair of
+// dims.
+template <int kAhead>
 __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bfloat16* partial, const float2* stats, const float* sink,
                                                                  const float* cos, const float* sin, __nv_bfloat16* out, int heads,
-                                                                 int splits, int once) {
+                                                                 int splits) {
     DYN_SMEM(float, sums);  // [kMergeGroups, kDim]
     const int head = blockIdx.x, token = blockIdx.y, row = token * heads + head, lane = threadIdx.x % 32;
     const int group = threadIdx.x / (kDim / 8), column = threadIdx.x % (kDim / 8) * 8, pair = 2 * threadIdx.x;
@@ -551,24 +548,23 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bflo
     float2 of_split[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
     if (lane < splits) of_split[0] = of_splits[0];
     if (lane + 32 < splits) of_split[1] = of_splits[32];
-    uint4 eight[kAhead];
-    const auto load_splits = [&](int first, uint64_t there) {
+    uint4 eight[kAhead] = {};
+    const auto load_splits = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             const int split = first + group + kMergeGroups * i;
             eight[i] = uint4{0, 0, 0, 0};
-            if (split < splits && there >> split & 1) eight[i] = values[(first + kMergeGroups * i) * (kDim / 8)];
+            if (split < splits) eight[i] = values[(first + kMergeGroups * i) * (kDim / 8)];
         }
     };
-    if (once) load_splits(0, ~0ull);  // on their way while the weights are found; as a branch, or ptxas makes three turns of it
     float c = 1.0f, s = 0.0f;
-    if (pair >= kPlain) c = cos[token * (kRotary / 2) + (pair - kPlain) / 2], s = sin[token * (kRotary / 2) + (pair - kPlain) / 2];
+    if (splits) {  // always, on their way while the weights are found; as a branch, or ptxas makes three turns of it
+        load_splits(0);
+        if (pair >= kPlain) c = cos[token * (kRotary / 2) + (pair - kPlain) / 2], s = sin[token * (kRotary / 2) + (pair - kPlain) / 2];
+    }
 
     const float top = warp_max(fmaxf(of_split[0].x, of_split[1].x));
     const float weight[2] = {exp2f((of_split[0].x - top) * kExp2Scale), exp2f((of_split[1].x - top) * kExp2Scale)};
-    uint64_t there = __ballot_sync(~0u, of_split[0].x != -INFINITY) | uint64_t(__ballot_sync(~0u, of_split[1].x != -INFINITY)) << 32;
-    if (once) there = ~0ull;
-    else load_splits(0, there);
     float total = weight[0] * of_split[0].y + weight[1] * of_split[1].y;
 #pragma unroll
     for (int offset = 16; offset; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
@@ -585,7 +581,7 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bflo
         }
     };
     add_splits(0);
-    for (int first = kMergeGroups * kAhead; first < splits; first += kMergeGroups * kAhead) load_splits(first, there), add_splits(first);
+    for (int first = kMergeGroups * kAhead; first < splits; first += kMergeGroups * kAhead) load_splits(first), add_splits(first);
     store(sums + group * kDim + column, reinterpret_cast<float(&)[4]>(sum[0]));
     store(sums + group * kDim + column + 4, reinterpret_cast<float(&)[4]>(sum[4]));
     __syncthreads();
@@ -624,7 +620,8 @@ extern "C" int attention(const float* q, const float* sink, const float* cos, co
     else if (block_heads == 16 && tile == 5) launch(attention_split<16, 5, true>, Layout<16, 5>::kBytes);
     else if (block_heads == 32 && tile == 4) launch(attention_split<32, 4, false>, Layout<32, 4>::kBytes);
     else return cudaErrorInvalidValue;
-    LAUNCH(attention_merge, dim3(heads, tokens), dim3(kMergeThreads), 4 * kMergeGroups * kDim, stream, partial, pairs, sink, cos, sin, out,
-           heads, splits, once);
+    const auto merge = splits <= 6 * kMergeGroups ? attention_merge<6> : attention_merge<9>;  // 33 splits in one round trip
+    LAUNCH(merge, dim3(heads, tokens), dim3(kMergeThreads), 4 * kMergeGroups * kDim, stream, partial, pairs, sink, cos, sin, out, heads,
+           splits);
     return cudaGetLastError();
 }
