@@ -456,10 +456,7 @@ attention_split(const float* q, const float* cos, const float* sin, const int64_
     norm_query(shared + At::kQueries, asked, eps, warp, lane);
     Seen<kUnits> seen = see(tile, cache, position);
     __syncthreads();
-    if (!kOnce) {
-        if (cache.ratio) all = min(all, units_of(cache.ring) + units_of(int(unsigned(position + 1) / unsigned(cache.ratio))));
-        all = max(all, split + 1);  // a tile of which nothing is seen
-    }
+    if (!kOnce && cache.ratio) all = min(all, units_of(cache.ring) + units_of(int(unsigned(position + 1) / unsigned(cache.ratio))));
     unsigned exponent = 0;
     float out[kTiles][8][4] = {};
     Running<kHeads> running;
@@ -531,8 +528,8 @@ attention_split(const float* q, const float* cos, const float* sin, const int64_
 }
 
 // One block a head: out = (sum_i e_i partial_i) / (sum_i e_i sum_i + e_sink), e = exp(. - the largest), then the inverse RoPE. Group k of
-// 64 threads, which have 8 dims each, adds splits k, k + 4, ... up, of which kAhead are on their way at a time; then a thread has one pair of
-// dims.
+// 64 threads, which have 8 dims each, adds splits k, k + 4, ... up, of which kAhead are on their way at a time; then a thread has one pair
+// of dims.
 template <int kAhead>
 __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bfloat16* partial, const float2* stats, const float* sink,
                                                                  const float* cos, const float* sin, __nv_bfloat16* out, int heads,
