@@ -12,8 +12,8 @@
 // the candidates came. Atomics count and mark and never decide what comes out.
 //
 // Measured on an H200: 4.8 us for 1,024 entries (before positions and scores came in one round trip; docs/measurements.md). Predicted:
-// 4.2 us for them; 262,144 entries 8 us: launch 1, scores (16 KB a block, L2) 0.8, bound and candidates 0.7, their way through L2 and the
-// last block's start 1.5, 33 KB of candidates 0.8, the cut 1.3, bits and places 1.2, output 0.5. Eight tokens of them: 16 us, in two waves.
+// 4.2 us for them; 262,144 entries 7.5 us: launch 1, scores (16 KB a block, L2) 0.8, bound and candidates 0.7, their way through L2 and the
+// last block's start 1.5, 33 KB of candidates 0.8, the cut 1.3, bits and places 0.8, output 0.5. Eight tokens of them: 16 us, in two waves.
 #include "common.cuh"
 #include "ptx.cuh"
 
@@ -27,8 +27,6 @@ constexpr int kSlots = 64, kCandidates = kBlocks * kSlots;      // of a block, o
 constexpr int kFound = 2 * kCandidates + kBlocks;               // words of a token in global memory: keys, entries, bounds
 constexpr int kMaxTopK = 2 * kThreads;                          // Range has as many parts
 constexpr int kBins = 4096, kBinsOfThread = kBins / kThreads;
-// Bits of entries: a thread has up to 16 words in a row, so every 16 are followed by an unused one, which keeps them in different banks.
-__host__ __device__ constexpr int place(int word) { return word + word / 16; }
 static_assert(kCandidates == 8 * kThreads && kGroups == 8 * kWarps && kThreads == 4 * kGroups && kMaxEntries / 32 == 16 * kThreads,
               "what a thread, a warp has");
 
@@ -40,17 +38,14 @@ struct alignas(16) Shared {
     uint32_t largest[kThreads], keys[kSlots], entries[kSlots], bound;  // of a block of a long row
     unsigned passed_on;
     bool last;
+    // Of the words of bits: a byte each for how many are set, then how many are in front of it in its group of four words; what is in front
+    // of each group. Thread t has those of words 16 t to 16 t + 15.
+    uint4 counts[kThreads], before[kThreads];
 };
 
-// What follows Shared: keys; where they are candidates, their entries; bits of the entries that are taken, how many come before each word.
-struct Lists {
-    uint32_t *keys, *entries, *bits;
-    uint16_t* before;
-    __host__ __device__ static constexpr int words(int count, int words) { return count + place(words) + (place(words) + 1) / 2; }
-};
-
-static_assert(Lists::words(2 * kCandidates, kMaxEntries / 32) >= Lists::words(kOneBlock, kOneBlock / 32),
-              "a row that turns out to be short fits where a long one would");
+// Words behind Shared: keys; where they are candidates, their entries; a bit for each entry of the row, set if it is taken.
+constexpr int kWords = kOneBlock + kOneBlock / 32;
+static_assert(2 * kCandidates + kMaxEntries / 32 <= kWords, "a row of one block needs the most");
 
 // A number of the same order as x, above 0, which stands for no entry. Zeros are equal; NaN is -inf.
 __device__ __forceinline__ uint32_t key_of(float x) {
@@ -189,9 +184,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 select_entries_kernel(const float* scores, const int64_t* positions, uint32_t* found, unsigned* arrivals, int* out, int capacity, int ratio,
                       int top_k, int aligned) {
     DYN_SMEM(Shared, s);
-    uint32_t* shared = reinterpret_cast<uint32_t*>(s + 1);
+    uint32_t* list = reinterpret_cast<uint32_t*>(s + 1);
     const int thread = threadIdx.x, lane = thread % 32, token = blockIdx.y;
     for (int i = thread; i < kBins / 4; i += kThreads) reinterpret_cast<uint4*>(s->bins)[i] = uint4{0, 0, 0, 0};
+    s->counts[thread] = uint4{0, 0, 0, 0};
     if (thread < kSlots) s->keys[thread] = s->entries[thread] = 0;
     if (thread == 0) s->bound = s->passed_on = 0;
     scores += int64_t(token) * capacity;
@@ -203,9 +199,9 @@ select_entries_kernel(const float* scores, const int64_t* positions, uint32_t* f
     const auto copy = [&](int from, int to) {
         for (int i = from + 4 * thread; i < to; i += 4 * kThreads)
             if (aligned)
-                cp_async_16(shared + i, scores + i);
+                cp_async_16(list + i, scores + i);
             else
-                for (int e = i; e < i + 4 && e < to; e++) shared[e] = __float_as_uint(scores[e]);
+                for (int e = i; e < i + 4 && e < to; e++) list[e] = __float_as_uint(scores[e]);
     };
     float mine[kMine] = {};
     const int ahead = may_be_long ? 0 : min(capacity, kAhead);
@@ -228,10 +224,8 @@ select_entries_kernel(const float* scores, const int64_t* positions, uint32_t* f
         return;
     }
 
-    const int words = (n + 31) / 32, count = is_long ? kCandidates : (n + kThreads - 1) / kThreads * kThreads;
-    Lists lists;
-    lists.keys = shared, lists.entries = shared + count, lists.bits = shared + (is_long ? 2 * count : count);
-    lists.before = reinterpret_cast<uint16_t*>(lists.bits + place(words));
+    const int count = is_long ? kCandidates : (n + kThreads - 1) / kThreads * kThreads;
+    uint32_t *entries = list + count, *bits = is_long ? entries + count : entries;
     Range range;
     uint32_t bounds[2] = {};  // of blocks `lane` and lane + 32
     if (!is_long) {
@@ -240,8 +234,8 @@ select_entries_kernel(const float* scores, const int64_t* positions, uint32_t* f
         cp_async_wait<0>();
         __syncthreads();
         for (int i = thread; i < count; i += kThreads) {
-            const uint32_t key = i < n ? key_of(__uint_as_float(lists.keys[i])) : 0;
-            lists.keys[i] = key;
+            const uint32_t key = i < n ? key_of(__uint_as_float(list[i])) : 0;
+            list[i] = key;
             range.add(key);
         }
     } else {
@@ -254,9 +248,9 @@ select_entries_kernel(const float* scores, const int64_t* positions, uint32_t* f
         for (int i = 0; i < 4; i++) loaded[i] = __ldcg(quads + thread + i * kThreads);
 #pragma unroll
         for (int i = 0; i < 2; i++) bounds[i] = __ldcg(found + 2 * kCandidates + lane + 32 * i);
-        for (int i = thread; i < place(words); i += kThreads) lists.bits[i] = 0;
+        for (int i = thread; i < kMaxEntries / 128; i += kThreads) reinterpret_cast<uint4*>(bits)[i] = uint4{0, 0, 0, 0};
 #pragma unroll
-        for (int i = 0; i < 4; i++) reinterpret_cast<uint4*>(lists.keys)[thread + i * kThreads] = loaded[i];
+        for (int i = 0; i < 4; i++) reinterpret_cast<uint4*>(list)[thread + i * kThreads] = loaded[i];
 #pragma unroll
         for (int i = 0; i < 2; i++) range.add(loaded[i].x), range.add(loaded[i].y), range.add(loaded[i].z), range.add(loaded[i].w);
     }
@@ -264,7 +258,7 @@ select_entries_kernel(const float* scores, const int64_t* positions, uint32_t* f
     uint64_t behind = 0;  // bits of the blocks whose bound reaches the cut
     const auto each = [&](const auto& use) {
 #pragma unroll 4
-        for (int i = thread; i < count; i += kThreads) use(lists.keys[i], is_long ? int(lists.entries[i]) : i);
+        for (int i = thread; i < count; i += kThreads) use(list[i], is_long ? int(entries[i]) : i);
         for (uint64_t left = behind; left; left &= left - 1) {
             const int block = __ffsll(left) - 1;
             const uint32_t bound = __shfl_sync(~0u, block < 32 ? bounds[0] : bounds[1], block % 32);
@@ -302,27 +296,32 @@ select_entries_kernel(const float* scores, const int64_t* positions, uint32_t* f
     }
     const auto taken = [&](uint32_t key, int entry) { return key > cut.key || (tied && key == tied && ~uint32_t(entry) >= first_tie); };
 
+    auto* group_counts = reinterpret_cast<uint32_t*>(s->counts);
     if (is_long)
         each([&](uint32_t key, int entry) {
-            if (taken(key, entry)) atomicOr(&lists.bits[place(entry / 32)], 1u << entry % 32);
+            const int word = entry / 32;
+            if (taken(key, entry)) atomicOr(&bits[word], 1u << entry % 32), atomicAdd(&group_counts[word / 4], 1u << word % 4 * 8);
         });
     else  // a warp has the keys of a word
         for (int i = thread; i < count; i += kThreads) {
-            const uint32_t word = __ballot_sync(~0u, taken(lists.keys[i], i));
-            if (lane == 0 && i < n) lists.bits[place(i / 32)] = word;
+            const uint32_t word = __ballot_sync(~0u, taken(list[i], i));
+            if (lane == 0) bits[i / 32] = word, reinterpret_cast<uint8_t*>(s->counts)[i / 32] = static_cast<uint8_t>(__popc(word));
         }
     __syncthreads();
-    const int of_thread = (words + kThreads - 1) / kThreads, first = thread * of_thread, end = min(first + of_thread, words);
-    unsigned sum = 0, total;
-#pragma unroll 8
-    for (int w = first; w < end; w++) sum += __popc(lists.bits[place(w)]);
-    sum = scan(sum, s->sums, total);
-#pragma unroll 8
-    for (int w = first; w < end; w++) lists.before[place(w)] = sum, sum += __popc(lists.bits[place(w)]);
+    const uint4 own = s->counts[thread];
+    const uint4 upto = {own.x * 0x01010101u, own.y * 0x01010101u, own.z * 0x01010101u, own.w * 0x01010101u};  // a byte and those below it
+    unsigned total;
+    uint4 before;
+    before.x = scan((upto.x >> 24) + (upto.y >> 24) + (upto.z >> 24) + (upto.w >> 24), s->sums, total);
+    before.y = before.x + (upto.x >> 24), before.z = before.y + (upto.y >> 24), before.w = before.z + (upto.z >> 24);
+    s->before[thread] = before;
+    s->counts[thread] = {upto.x - own.x, upto.y - own.y, upto.z - own.z, upto.w - own.w};
     __syncthreads();
     each([&](uint32_t key, int entry) {
-        const int word = place(entry / 32);
-        if (taken(key, entry)) out[lists.before[word] + __popc(lists.bits[word] & ((1u << entry % 32) - 1))] = entry;
+        const int word = entry / 32, group = word / 4;
+        if (taken(key, entry))
+            out[reinterpret_cast<uint32_t*>(s->before)[group] + (group_counts[group] >> word % 4 * 8 & 0xff) +
+                __popc(bits[word] & ((1u << entry % 32) - 1))] = entry;
     });
 }
 
@@ -333,9 +332,8 @@ extern "C" int select_entries(const float* scores, const int64_t* positions, int
                               int ratio, int top_k, cudaStream_t stream) {
     if (capacity > kMaxEntries || top_k > kMaxTopK) return cudaErrorInvalidValue;
     const int blocks = capacity <= kOneBlock ? 1 : kBlocks;
-    const int words = blocks == 1 ? Lists::words(kOneBlock, kOneBlock / 32) : Lists::words(2 * kCandidates, kMaxEntries / 32);
-    LAUNCH(select_entries_kernel, dim3(blocks, tokens), dim3(kThreads), sizeof(Shared) + 4 * words, stream, scores, positions,
-           reinterpret_cast<uint32_t*>(found), reinterpret_cast<unsigned*>(arrivals), out, capacity, ratio, top_k,
+    LAUNCH(select_entries_kernel, dim3(blocks, tokens), dim3(kThreads), sizeof(Shared) + kWords * sizeof(uint32_t), stream, scores,
+           positions, reinterpret_cast<uint32_t*>(found), reinterpret_cast<unsigned*>(arrivals), out, capacity, ratio, top_k,
            int(rows_aligned(scores, capacity)));
     return cudaGetLastError();
 }
