@@ -14,7 +14,7 @@ from ..emulator.emulator import emulated, needs_gxx
 pytestmark = needs_gxx
 INF, NAN = float("inf"), float("nan")
 ONE_BLOCK, MOST = 16384, 262144  # above the first 64 blocks have a token
-BLOCKS, REACH, SLOTS = 64, 40, 64  # of a long row: quad q is of block q % 64, which passes on 40 to 64 keys
+BLOCKS, REACH, SLOTS = 64, 40, 64  # of a long row: quad q is of block q % 64, which passes on 39 to 64 keys
 
 
 def select(scores, positions, ratio, top_k, **how):

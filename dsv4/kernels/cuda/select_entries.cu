@@ -3,11 +3,11 @@
 //
 // Scores become 32-bit keys of the same order. What is searched is a cut: all keys above it are taken and, of those that equal it, the
 // first few. Up to 16,384 entries one block has all keys in shared memory. A longer row goes to 64 blocks, quads of entries in turn:
-//   1. each passes its best 40 to 64 keys on, and a bound: what it keeps back is not above that. The bound is the 40th largest of the
+//   1. each passes its best 39 to 64 keys on, and a bound: what it keeps back is not above that. The bound is the 40th largest of the
 //      maxima of 128 groups of its keys;
 //   2. the last block to arrive finds the cut of these candidates, which is at most the true one. Only blocks whose bound reaches it can
 //      have kept something back, and it reads those blocks' entries again. Of 1,024 entries a block has 16 +- 4, so mostly there are none;
-//      at worst, with equal scores, it is every block and some 200 us.
+//      at worst, with equal scores, it is every block (predicted: 200 us).
 // The entries that are taken become a bit each; what lies in front of a bit is the entry's place, so the indices ascend in whatever order
 // the candidates came. Atomics count and mark and never decide what comes out.
 //
