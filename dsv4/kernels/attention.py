@@ -23,13 +23,13 @@ def shares_of(units: int, heads: int, tokens: int) -> dict[str, int]:
     """Into how many splits a token's units of 16 keys go, the heads of a block, and how many units it takes at a time.
 
     The less a block does, the sooner it ends; but a split of fewer than 32 keys costs the merge what it saves, and there should be no more
-    blocks than SMs. Where each of these would have more than 80 keys, two blocks an SM take their keys in turns.
+    blocks than SMs. Where each of these would have more than 80 keys, a block of 32 heads takes its keys in turns.
     """
     for block_heads, tile in ((8, 2), (16, 2), (16, 5)):
         splits = -(-units // tile)
         if splits <= _MAX_SPLITS and splits * -(-heads // block_heads) * tokens <= _SMS:
             return {"splits": splits, "block_heads": block_heads, "tile": tile}
-    return {"splits": max(1, min(_MAX_SPLITS, 2 * _SMS // (-(-heads // 16) * tokens))), "block_heads": 16, "tile": 3}
+    return {"splits": max(1, min(_MAX_SPLITS, _SMS // (-(-heads // 32) * tokens))), "block_heads": 32, "tile": 4}
 
 
 def _are_keys(keys: Keys) -> bool:

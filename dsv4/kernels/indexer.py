@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from . import MAX_TOKENS
+from .arrivals import arrivals
 from .keys import INDEX_BYTES, INDEX_DIM, INDEX_SCALES, ROPE_DIM, IndexKeys
-from .launch import IN, OUT, WORK, Kernel, expect, tensor_memory_blocks
+from .launch import IN, INOUT, OUT, WORK, Kernel, expect, tensor_memory_blocks
 
 HEADS = 64  # index_n_heads of every published checkpoint
 _MAX_ENTRIES, _MAX_TOP_K = 1 << 18, 1024
+_ONE_BLOCK, _FOUND = 1 << 14, 8256  # entries that one block has alone; words in which 64 blocks pass a token's candidates on
 GROUP_TOKENS, TILE_ENTRIES = 8, 128  # of a block of index_scores_sm100; of its products
 _QUERIES_TILES = 12  # what the queries of 8 tokens cost it, in tiles of entries for them: a prediction
 
@@ -17,8 +19,8 @@ _SCORES = {"q": IN, "cos": IN, "sin": IN, "head_weights": IN, "values": IN, "sca
            "capacity": int, "top_k": int}
 _index_scores = Kernel("index_scores", _SCORES)
 _index_scores_sm100 = Kernel("index_scores_sm100", {**_SCORES, "splits": int})
-_select_entries = Kernel("select_entries", {"scores": IN, "positions": IN, "out": OUT, "tokens": int, "capacity": int, "ratio": int,
-                                            "top_k": int})
+_select_entries = Kernel("select_entries", {"scores": IN, "positions": IN, "found": WORK, "arrivals": INOUT, "out": OUT, "tokens": int,
+                                            "capacity": int, "ratio": int, "top_k": int})
 
 
 def index_scores(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_weights: torch.Tensor, keys: IndexKeys,
@@ -79,15 +81,18 @@ def _arguments(name, most_tokens, q, cos, sin, head_weights, keys, positions, to
 def select_entries(scores: torch.Tensor, positions: torch.Tensor, ratio: int, top_k: int) -> torch.Tensor:
     """scores [S, T] fp32, positions int64 [S] -> int32 [S, top_k]; see dsv4/ops/indexer.py.
 
-    Of row s the first (positions[s] + 1) // ratio scores are read. T up to 262,144, top_k 1 to 1,024. Raises UserError for other shapes or
-    dtypes.
+    Row s counts up to its first (positions[s] + 1) // ratio scores. S up to 8, T up to 262,144, top_k 1 to 1,024. Raises UserError for
+    other shapes or dtypes.
     """
     S, T = scores.shape if scores.dim() == 2 else (-1, -1)
-    expect(0 <= T <= _MAX_ENTRIES and positions.shape == (S,) and scores.dtype == torch.float32 and positions.dtype == torch.int64
-           and ratio >= 1 and 1 <= top_k <= _MAX_TOP_K, "select_entries",
-           f"scores [S, T] in fp32 and positions [S] in int64, T up to {_MAX_ENTRIES}, top_k 1 to {_MAX_TOP_K}, a ratio of at least 1, "
-           f"got top_k {top_k} and ratio {ratio}", scores=scores, positions=positions)
+    expect(S <= MAX_TOKENS and 0 <= T <= _MAX_ENTRIES and positions.shape == (S,) and scores.dtype == torch.float32
+           and positions.dtype == torch.int64 and ratio >= 1 and 1 <= top_k <= _MAX_TOP_K, "select_entries",
+           f"scores [S, T] in fp32 and positions [S] in int64, S up to {MAX_TOKENS}, T up to {_MAX_ENTRIES}, top_k 1 to {_MAX_TOP_K}, a "
+           f"ratio of at least 1, got top_k {top_k} and ratio {ratio}", scores=scores, positions=positions)
     out = torch.empty(S, top_k, dtype=torch.int32, device=scores.device)
     if S:
-        _select_entries(scores=scores.contiguous(), positions=positions, out=out, tokens=S, capacity=T, ratio=ratio, top_k=top_k)
+        found = torch.empty(S, _FOUND, dtype=torch.int32, device=scores.device) if T > _ONE_BLOCK else None
+        counters = None if found is None else arrivals("select_entries", scores.device, MAX_TOKENS)
+        _select_entries(scores=scores.contiguous(), positions=positions, found=found, arrivals=counters, out=out, tokens=S, capacity=T,
+                        ratio=ratio, top_k=top_k)
     return out

@@ -13,18 +13,31 @@ __device__ __forceinline__ void round_bf16(float& a, float& b) {
     a = bf16_lo(pair), b = bf16_hi(pair);
 }
 
-// Lane 8 i + u of a warp has dims 16 u to 16 u + 15 of head i, of which `q` has all 128: v becomes these dims over the scale of their 32,
-// at most 6 and not yet rounded. Returns the scale's ue8m0 byte, kNanScale (and any v) where a dim is not finite.
-__device__ __forceinline__ unsigned index_query(const float* q, const float* cos, const float* sin, float (&v)[16]) {
-    const int lane = threadIdx.x % 32, u = lane % 8;
+// Lane 8 i + u of a warp has dims 16 u to 16 u + 15 of head i, of which `q` has all 128, and if these turn (u from 4 on) the angles of
+// their pairs, of the token's 32 in `from_cos` and `from_sin`.
+__device__ __forceinline__ void load_index_query(const float* q, const float* from_cos, const float* from_sin, float (&v)[16],
+                                                 float (&cos)[8], float (&sin)[8]) {
+    const int u = threadIdx.x % 8;
 #pragma unroll
     for (int i = 0; i < 16; i += 4) load(reinterpret_cast<float(&)[4]>(v[i]), q + u * 16 + i);
+#pragma unroll
+    for (int i = 0; i < 8; i += 4)
+        if (u >= 4) {
+            load(reinterpret_cast<float(&)[4]>(cos[i]), from_cos + (u - 4) * 8 + i);
+            load(reinterpret_cast<float(&)[4]>(sin[i]), from_sin + (u - 4) * 8 + i);
+        }
+}
+
+// v becomes these dims, rounded to bf16, turned and rotated, over the scale of their 32: at most 6 and not yet rounded. Returns the scale's
+// ue8m0 byte, kNanScale (and any v) where a dim is not finite.
+__device__ __forceinline__ unsigned index_query(float (&v)[16], const float (&cos)[8], const float (&sin)[8]) {
+    const int lane = threadIdx.x % 32, u = lane % 8;
 #pragma unroll
     for (int i = 0; i < 16; i += 2) round_bf16(v[i], v[i + 1]);
     if (u >= 4) {  // products rounded before they are added, as in the definition: a bit here can become a step of FP4
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float c = cos[(u - 4) * 8 + i], s = sin[(u - 4) * 8 + i], a = v[2 * i], b = v[2 * i + 1];
+            const float c = cos[i], s = sin[i], a = v[2 * i], b = v[2 * i + 1];
             v[2 * i] = __fmul_rn(a, c) - __fmul_rn(b, s);
             v[2 * i + 1] = __fmul_rn(a, s) + __fmul_rn(b, c);
             round_bf16(v[2 * i], v[2 * i + 1]);

@@ -58,8 +58,9 @@ struct Block {
             *reinterpret_cast<uint32_t*>(memory + Layout::kQueryScales + tokens / 2 * kScaleTile + scale_place(kHeads + threadIdx.x)) = 0;
         for (int i = threadIdx.x / 32; i < tokens * kHeads / 4; i += kScorers) {
             const int row = i * 4 + lane / 8, token = row / kHeads;
-            float v[16];
-            const unsigned scale = index_query(q + row * kDim, cos + token * kRope / 2, sin + token * kRope / 2, v);
+            float v[16], of_cos[8], of_sin[8];
+            load_index_query(q + row * kDim, cos + token * (kRope / 2), sin + token * (kRope / 2), v, of_cos, of_sin);
+            const unsigned scale = index_query(v, of_cos, of_sin);
             uint32_t codes[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -211,7 +212,7 @@ index_scores_sm100_kernel(const float* q, const float* cos, const float* sin, co
         block.load(values);
     }
     if (warp < Block::kScorers) {
-        block.prepare(q + token * kHeads * kDim, cos + token * kRope / 2, sin + token * kRope / 2, head_weights + token * kHeads);
+        block.prepare(q + token * kHeads * kDim, cos + token * (kRope / 2), sin + token * (kRope / 2), head_weights + token * kHeads);
         fence_async_shared();
     }
     if (warp != Block::kLoader) bar_sync(1, kThreads);
