@@ -18,7 +18,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from dsv4 import ops, runtime  # noqa: E402
 from dsv4.config import PRESETS, ModelConfig  # noqa: E402
 from dsv4.errors import UserError  # noqa: E402
 from dsv4.exports import FORMATS  # noqa: E402
+from dsv4.kernels import attention, indexer  # noqa: E402
 from dsv4.layers import Numerics  # noqa: E402
 from dsv4.layers.mhc import Streams  # noqa: E402
 from dsv4.layers.step import Step  # noqa: E402
@@ -118,6 +119,13 @@ def products(checkpoint: SyntheticCheckpoint, layer: int, row: str, tokens: int)
         experts = round(distinct_experts(c, tokens)) + 1
         return [(experts, 2 * c.moe_intermediate_size, c.hidden_size), (experts, c.hidden_size, c.moe_intermediate_size)]
     return []
+
+
+def blackwell_forms(device: torch.device) -> dict[str, Callable]:
+    """Operation -> its kernel on Blackwell's tensor cores, which no layer calls yet (docs/kernels.md); {} on any other device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10:
+        return {}
+    return {"attention": attention.attention_sm100, "index_scores": indexer.index_scores_sm100}
 
 
 @dataclass(frozen=True)
@@ -217,8 +225,8 @@ class Bench:
 
     def operations(self, kind: str, compare: bool, only: Iterable[str] | None = None) -> list[dict]:
         """The same for each operation alone (`only` some rows), called with what the layers call it with; products beside torch's in bf16.
-        Where a block closes, the one operation that does more for it too."""
-        out, read, of_kind = [], self.read(kind), self.cases(kind)
+        Where a block closes, the one operation that does more for it too. On Blackwell its own forms have rows too."""
+        out, read, of_kind, forms = [], self.read(kind), self.cases(kind), blackwell_forms(self.device)
         for case in of_kind:
             recorded: dict[str, list[Recorded]] = {}
             step = self.step(case.last)
@@ -237,6 +245,9 @@ class Bench:
                 if (only is None or row in only) and (depends or case is of_kind[0]):
                     shapes = products(self.checkpoint, self.kinds[kind][0], row, self.tokens) if compare else []
                     out.append(self._row(f"{kind}: {row}{case.name if depends else ''}", calls, read[row], keep, shapes))
+                    if form := forms.get(calls[0].name):
+                        calls = [replace(call, function=form) for call in calls]
+                        out.append(self._row(f"{kind}: {row}, {form.__name__}", calls, read[row], keep, []))
         return out
 
     def _row(self, name: str, calls: list[Recorded], read: int, keep: set[int], shapes: list[tuple[int, int, int]]) -> dict:

@@ -97,6 +97,27 @@ def test_every_operation_of_a_layer_has_its_row(tmp_path, capsys, short):
                      "floor": pytest.approx(second["bytes"] / first["bytes"] - 1)} and grown["floor"] > 0
 
 
+def test_blackwell_s_forms_have_rows_of_their_own(monkeypatch, tmp_path, short):
+    """Called with what the operation was called with, and only where they can run."""
+    calls = []
+
+    def attention_sm100(*args):
+        calls.append(args)
+        return ops.attention(*args)
+
+    assert bench_decode.blackwell_forms(torch.device("cpu")) == {}
+    for capability, names in (((9, 0), []), ((10, 0), ["attention", "index_scores"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert list(bench_decode.blackwell_forms(torch.device("cuda"))) == names
+    monkeypatch.setattr(bench_decode, "blackwell_forms", lambda _: {"attention": attention_sm100})
+    path = tmp_path / "out.json"
+    assert bench_decode.main(["--preset", "tiny", "--device", "cpu", "--context", "700", "--json", str(path)]) == 0
+    rows = {r["row"]: r for r in json.loads(path.read_text())["results"]}
+    for kind in ("SWA", "HCA", "CSA"):
+        assert rows[f"{kind}: attention, attention_sm100"]["bytes"] == rows[f"{kind}: attention"]["bytes"]
+    assert len(calls) >= 3 and all(len(args) == 11 for args in calls)
+
+
 def test_recording_sees_every_call_and_leaves_no_trace():
     from dsv4 import ops
     from dsv4.ops import backend

@@ -8,10 +8,10 @@ import torch
 
 
 @functools.cache
-def arrivals(kernel: str, device: torch.device) -> torch.Tensor:
-    """The counter of a kernel on a device, int32 [1]: made once, as every launch leaves it at 0.
+def arrivals(kernel: str, device: torch.device, count: int = 1) -> torch.Tensor:
+    """The counters of a kernel on a device, int32 [count]: made once, as every launch leaves them at 0.
 
     Launches of one kernel on a device follow each other, as all of a step go through one stream; two at once, on two streams, would count
     each other's blocks.
     """
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return torch.zeros(count, dtype=torch.int32, device=device)

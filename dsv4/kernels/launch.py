@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from . import build
 # which no kernel writes, may be read before grid_dependency_wait().
 IN, WEIGHT, OUT, WORK, INOUT, HOST = TENSORS = "in", "weight", "out", "work", "inout", "host"
 _CTYPES = {**dict.fromkeys(TENSORS, ctypes.c_void_p), int: ctypes.c_int, float: ctypes.c_float}
+_CPU_BLOCKS = 8  # what the emulator runs of a kernel that wants a block an SM
 _CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 # The `dtype` argument of the C functions (cuda/common.cuh).
@@ -126,6 +128,19 @@ class Kernel:
 def _raw_stream(device: int) -> int:
     """The address of torch's current stream on a GPU; 0.1 us, where making a torch.cuda.Stream of it takes over 1."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+@functools.lru_cache
+def tensor_memory_blocks(name: str, device: torch.device, instead: str) -> int:
+    """How many blocks of kernel `name`, which needs Blackwell's tensor memory, run at once: one an SM. Raises UserError for another GPU,
+    naming what to use `instead`."""
+    if device.type != "cuda":
+        return _CPU_BLOCKS
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major != 10:
+        raise UserError(f"{name}: expected a GPU with tensor memory (compute capability 10), found {properties.name} with "
+                        f"{properties.major}.{properties.minor}: use {instead}")
+    return properties.multi_processor_count
 
 
 def expect(condition: bool, name: str, wanted: str, **tensors: torch.Tensor) -> None:

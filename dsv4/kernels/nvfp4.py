@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from ..errors import UserError
 from ..formats import NVFP4_BLOCK
-from .launch import DTYPES, IN, OUT, WEIGHT, Kernel, expect
+from .launch import DTYPES, IN, OUT, WEIGHT, Kernel, expect, tensor_memory_blocks
 from .layouts import SCALE_ROWS, TMA_COLUMNS, Nvfp4, Nvfp4Operand, pad_k_major, swiglu_scale, swizzled_bytes
 
 MAX_COLUMNS = 16384  # kMaxColumns of cuda/nvfp4.cuh
 MAX_LINEAR_TOKENS, CHUNK_COLUMNS = 128, 256  # cuda/nvfp4_linear.cu
-_MAX_SPLITS, _CPU_BLOCKS = 8, 8
+_MAX_SPLITS = 8
 
 _PACKED = {"values": OUT, "scales": OUT, "row_scales": OUT, "tokens": int, "columns": int}
 _to_nvfp4 = Kernel("to_nvfp4", {"x": IN, **_PACKED, "dtype": int, "swizzled": int})
@@ -90,24 +87,12 @@ def nvfp4_linear(x: Nvfp4, weight: Nvfp4Operand) -> torch.Tensor:
            and weight.scales.numel() == swizzled_bytes(rows, K // NVFP4_BLOCK), "nvfp4_linear",
            f"x of 1 to {MAX_LINEAR_TOKENS} rows, its scales swizzled, and a weight of as many columns", values=x.values, scales=x.scales,
            weight=weight.values, weight_scales=weight.scales)
-    blocks = _blocks(x.values.device)
+    blocks = tensor_memory_blocks("nvfp4_linear", x.values.device, "linear, which takes NVFP4 weights on it")
     out = torch.empty(S, rows, dtype=torch.bfloat16, device=x.values.device)
     _nvfp4_linear(weights=weight.values, weight_scales=weight.scales, x=pad_k_major(x.values, TMA_COLUMNS), x_scales=x.scales,
                   row_scales=x.row_scales, out=out, tokens=S, rows=rows, columns=columns, splits=_splits(rows, columns, blocks),
                   scale=weight.scale)
     return out
-
-
-@functools.lru_cache
-def _blocks(device: torch.device) -> int:
-    """How many blocks run at once: one an SM."""
-    if device.type != "cuda":
-        return _CPU_BLOCKS
-    properties = torch.cuda.get_device_properties(device)
-    if properties.major != 10:
-        raise UserError(f"nvfp4_linear: expected a GPU with NVFP4 tensor cores (compute capability 10), found {properties.name} with "
-                        f"{properties.major}.{properties.minor}: use linear, which takes NVFP4 weights on it")
-    return properties.multi_processor_count
 
 
 def _splits(rows: int, columns: int, blocks: int) -> int:

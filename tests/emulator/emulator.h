@@ -38,7 +38,7 @@ EMU_VECTOR(float, float)
 #undef EMU_VECTOR
 using cudaStream_t = void*;
 using cudaError_t = int;
-constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801;
 
 #define EMU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()  // default arguments: the place of the call
 #define EMU_UNCHECKED __attribute__((no_sanitize("thread"), noinline))             // the emulator's own accesses are not the kernel's
@@ -96,7 +96,7 @@ struct Eight { uint32_t r[8]; };
 void tensor_alloc(uint32_t* shared, unsigned columns, const char* file, int line);
 void tensor_relinquish(const char* file, int line);
 void tensor_free(uint32_t address, unsigned columns, const char* file, int line);
-enum class Kind { kBf16, kE4m3, kNvfp4 };
+enum class Kind { kBf16, kE4m3, kNvfp4, kMxfp4 };
 void tensor_mma(Kind kind, uint32_t d, uint64_t a, uint64_t b, uint32_t shape, uint32_t a_scales, uint32_t b_scales, bool add);
 void tensor_copy_scales(uint32_t to, uint64_t from);
 void tensor_commit(uint64_t* bar);
@@ -456,8 +456,12 @@ __forceinline__ uint64_t tensor_operand(const void* first, Swizzle swizzle, unsi
     return emu::operand(
         first, code << 61 | uint64_t(1) << 46 | uint64_t(group_bytes >> 4 & 0x3fff) << 32 | uint64_t(cell_bytes >> 4 & 0x3fff) << 16);
 }
+__forceinline__ uint64_t tensor_operand_across(const void* first, unsigned group_bytes, unsigned strip_bytes) {
+    return tensor_operand(first, Swizzle::k128, group_bytes, strip_bytes);
+}
 constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4,
-                   kTensorNvfp4 = 1u << 27 | 1u << 10 | 1u << 7;
+                   kTensorNvfp4 = 8u << 24 | 1u << 10 | 1u << 7, kTensorMxfp4 = kTensorNvfp4 | 1u << 23;
+constexpr uint32_t kTensorUpperScales = 2u << 29 | 2u << 4, kTensorAcross = 1u << 16;
 constexpr uint32_t tensor_shape(uint32_t kind, unsigned columns) { return kind | columns / 8 << 17; }
 __forceinline__ void tensor_alloc(uint32_t* shared, unsigned columns, EMU_SITE) { emu::tensor_alloc(shared, columns, file, line); }
 __forceinline__ void tensor_relinquish(EMU_SITE) { emu::tensor_relinquish(file, line); }
@@ -471,6 +475,9 @@ __forceinline__ void tensor_mma_e4m3(uint32_t d, uint64_t a, uint64_t b, uint32_
 __forceinline__ void tensor_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t shape, uint32_t a_scales, uint32_t b_scales, bool add) {
     emu::tensor_mma(emu::Kind::kNvfp4, d, a, b, shape, a_scales, b_scales, add);
 }
+__forceinline__ void tensor_mma_mxfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t shape, uint32_t a_scales, uint32_t b_scales, bool add) {
+    emu::tensor_mma(emu::Kind::kMxfp4, d, a, b, shape, a_scales, b_scales, add);
+}
 __forceinline__ void tensor_copy_scales(uint32_t to, uint64_t from) { emu::tensor_copy_scales(to, from); }
 __forceinline__ void tensor_commit(uint64_t* bar) { emu::tensor_commit(bar); }
 __forceinline__ void tensor_load_8(uint32_t (&r)[8], uint32_t from, EMU_SITE) {
@@ -481,6 +488,7 @@ __forceinline__ void tensor_store_8(uint32_t to, const uint32_t (&r)[8], EMU_SIT
     emu::tensor_store(to, {{r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7]}}, file, line);
 }
 __forceinline__ void tensor_wait_load() {}
+template <int N> __forceinline__ void tensor_wait_load(uint32_t (&)[N][8]) {}
 __forceinline__ void tensor_wait_store() {}
 __forceinline__ void tensor_fence_before() {}
 __forceinline__ void tensor_fence_after() {}
@@ -531,5 +539,6 @@ __forceinline__ uint32_t e4m3x2_to_f16x2(uint16_t pair) {
 }
 template <class T> __forceinline__ T* opaque(T* x) { return x; }
 __forceinline__ float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+__forceinline__ float2 fma_f32x2(float2 a, float2 b, float2 c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
 __forceinline__ float reciprocal(float x) { return 1.0f / x; }
 __forceinline__ uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }

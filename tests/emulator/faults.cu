@@ -38,7 +38,7 @@ enum Fault {
     kWgmmaLanesDiffer, kWgmmaRegistersNoFence,
     // tensor memory
     kTensorColumns, kTensorNotAllocated, kTensorNotFreed, kTensorNoCommit, kTensorNotAwaited, kTensorVersion, kTensorShape,
-    kTensorLanes, kTensorUnwritten, kTensorOverwritten,
+    kTensorLanes, kTensorUnwritten, kTensorOverwritten, kTensorScaleByte, kTensorNoScales,
     // whole numbers, and a named barrier of two groups
     kDivideByZero, kRemainderOfZero, kNamedHalves, kNamedAhead, kNamedTwice,
     // the last block to arrive
@@ -437,6 +437,9 @@ __global__ void tensor_memory(const float* x, float* out, int fault) {
         const uint64_t b = tensor_operand(rows + 256, Swizzle::k32, 256);
         tensor_mma_bf16(d, a, b, tensor_shape(fault == kTensorShape ? kTensorE4m3 : kTensorBf16, 16), fault == kTensorUnwritten);
         tensor_mma_bf16(d, a, b, tensor_shape(kTensorBf16, 16), true);  // follows the first, with no wait between
+        const uint32_t fp4 = tensor_shape(kTensorMxfp4, 16);
+        if (fault == kTensorScaleByte) tensor_mma_mxfp4(d, a, b, fp4 | 1u << 29, d + 16, d + 20, true);  // scales from byte 1 on
+        if (fault == kTensorNoScales) tensor_mma_mxfp4(d, a, b, fp4 | kTensorUpperScales, d + 16, d + 20, true);
         if (fault != kTensorNoCommit) tensor_commit(bar);
         if (fault == kTensorOverwritten) rows[0] = source[1];
     }

@@ -66,32 +66,68 @@ struct Product {  // what a lane brings
 
 Products& products_of_warp() { return current->block->products[current->linear / 32]; }
 
-// Rows of an operand, `chunks` times 16 bytes each, into `to`. That they are being read is kept in `reads`. The fields that wgmma's and
-// tcgen05's descriptors have in common; the swizzle's code differs.
+// Reads 16-byte chunks of shared memory for a product. That they are being read is kept in `reads`.
+class OperandReader {
+    std::vector<uint32_t>& reads;
+    const uint16_t pipe;
+    const char* what;
+    const uint32_t place;
+    uint32_t before = ~0u, in_flight = 0;
+
+public:
+    OperandReader(std::vector<uint32_t>& reads, uint16_t pipe, const char* what, uint32_t place)
+        : reads(reads), pipe(pipe), what(what), place(place) {}
+    void read(size_t chunk, unsigned char* to) {  // at this byte of shared memory
+        Region& s = current->block->shared;
+        const char* address = reinterpret_cast<const char*>(s.begin) + chunk;
+        shared_range(address, 16, 16, what, place);
+        check_fenced(s, chunk, 16, what, place);
+        for (size_t i = chunk; i < chunk + 16; i++) {
+            if (s.writes[i] == kNobody) fail("%s: read of byte %zu of shared memory, which nobody has written @+0x%x", what, i, place);
+            check_order(s.writes[i], s, i, Access::kRead, "wrote", place);
+            if (s.reads[i] != before) {
+                before = s.reads[i];
+                in_flight = touch(before < launch_first ? 0 : before, kInFlight, 0, false, place);
+                touches[in_flight].pipe = pipe;
+                reads.push_back(in_flight);
+            }
+            s.reads[i] = in_flight;
+        }
+        memcpy(to, address, 16);
+    }
+};
+
+// The fields that wgmma's and tcgen05's descriptors have in common, in bytes; the swizzle's code differs.
+struct Operand {
+    size_t first, cell, group;
+    explicit Operand(uint64_t fields)
+        : first((fields & 0x3fff) << 4), cell((fields >> 16 & 0x3fff) << 4), group((fields >> 32 & 0x3fff) << 4) {}
+};
+
+// Rows of an operand, `chunks` times 16 bytes each, into `to`.
 void read_operand(uint64_t operand, Swizzle swizzle, unsigned first_row, unsigned rows, unsigned chunks, unsigned char* to,
                   std::vector<uint32_t>& reads, uint16_t pipe, const char* what, uint32_t place) {
-    const size_t first = (operand & 0x3fff) << 4, cell = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
-    Region& s = current->block->shared;
-    uint32_t before = ~0u, in_flight = 0;
+    const Operand at(operand);
+    OperandReader reader(reads, pipe, what, place);
     for (unsigned row = first_row; row < first_row + rows; row++)
         for (unsigned c = 0; c < chunks; c++) {
-            const size_t step = swizzle == Swizzle::kNone ? cell : 16;
-            const size_t chunk = swizzled(first + row / 8 * group + row % 8 * (size_t(16) << unsigned(swizzle)) + c * step, swizzle);
-            const char* address = reinterpret_cast<const char*>(s.begin) + chunk;
-            shared_range(address, 16, 16, what, place);
-            check_fenced(s, chunk, 16, what, place);
-            for (size_t i = chunk; i < chunk + 16; i++) {
-                if (s.writes[i] == kNobody) fail("%s: read of byte %zu of shared memory, which nobody has written @+0x%x", what, i, place);
-                check_order(s.writes[i], s, i, Access::kRead, "wrote", place);
-                if (s.reads[i] != before) {
-                    before = s.reads[i];
-                    in_flight = touch(before < launch_first ? 0 : before, kInFlight, 0, false, place);
-                    touches[in_flight].pipe = pipe;
-                    reads.push_back(in_flight);
-                }
-                s.reads[i] = in_flight;
-            }
-            memcpy(to + (row - first_row) * 16 * chunks + 16 * c, address, 16);
+            const size_t step = swizzle == Swizzle::kNone ? at.cell : 16;
+            const size_t offset = at.first + row / 8 * at.group + row % 8 * (size_t(16) << unsigned(swizzle)) + c * step;
+            reader.read(swizzled(offset, swizzle), to + (row - first_row) * 16 * chunks + 16 * c);
+        }
+}
+
+// The same of 16-bit values that lie the other way round, in strips of 64 rows with the swizzle of 128 bytes: 16 values of each row.
+void read_operand_across(uint64_t operand, unsigned rows, unsigned char* to, std::vector<uint32_t>& reads, uint16_t pipe, const char* what,
+                         uint32_t place) {
+    const Operand at(operand);
+    OperandReader reader(reads, pipe, what, place);
+    for (unsigned k = 0; k < 16; k++)
+        for (unsigned row = 0; row < rows; row += 8) {
+            unsigned char chunk[16];
+            const size_t offset = at.first + row / 64 * at.cell + k / 8 * at.group + k % 8 * 128 + row % 64 * 2;
+            reader.read(swizzled(offset, Swizzle::k128), chunk);
+            for (unsigned i = 0; i < 8; i++) memcpy(to + (row + i) * 32 + 2 * k, chunk + 2 * i, 2);
         }
 }
 
@@ -273,48 +309,61 @@ void tensor_free(uint32_t address, unsigned columns, const char* file, int line)
     }, true, "tensor_free", file, line);
 }
 
-// Terms are added in fp32, k = 0 first, to d; with scales, the exact sum of each 16 products is scaled and then added.
+// Terms are added in fp32, k = 0 first, to d; with scales, the exact sum of the products of a block of 16 or 32 is scaled and then added.
 void tensor_mma(Kind kind, uint32_t d, uint64_t a, uint64_t b, uint32_t shape, uint32_t a_scales, uint32_t b_scales, bool add) {
+    struct Format { const char* what; uint32_t shape; unsigned K, block; };  // values of 32 bytes; values of a scale, 0: there is none
+    static const Format formats[] = {{"tensor_mma_bf16", kTensorBf16, 16, 0},
+                                     {"tensor_mma_e4m3", kTensorE4m3, 32, 0},
+                                     {"tensor_mma_nvfp4", kTensorNvfp4, 64, 16},
+                                     {"tensor_mma_mxfp4", kTensorMxfp4, 64, 32}};
+    const auto [what, expected, K, block] = formats[int(kind)];
     const uint32_t place = CALLER;
-    const char* what = kind == Kind::kBf16 ? "tensor_mma_bf16" : kind == Kind::kE4m3 ? "tensor_mma_e4m3" : "tensor_mma_nvfp4";
     TensorMemory& m = tensor_memory(what, place);
-    const unsigned N = (shape >> 17 & 63) * 8;
-    const uint32_t expected = kind == Kind::kBf16 ? kTensorBf16 : kind == Kind::kE4m3 ? kTensorE4m3 : kTensorNvfp4;
-    if ((shape & ~(63u << 17)) != expected)
+    const bool across = kind == Kind::kBf16 && (shape & kTensorAcross);
+    const unsigned N = (shape >> 17 & 63) * 8, upper = kind == Kind::kMxfp4 && (shape & kTensorUpperScales) == kTensorUpperScales ? 2 : 0;
+    if ((shape & ~(63u << 17)) != (expected | (upper ? kTensorUpperScales : 0) | (across ? kTensorAcross : 0)))
         fail("%s: the instruction descriptor 0x%08x is not one of tensor_shape @+0x%x", what, shape, place);
     if (N < 16 || N > 256 || N % 16) fail("%s: %u columns are no multiple of 16 up to 256 @+0x%x", what, N, place);
-    static unsigned char left[128 * 32], right[256 * 32];
     const uint16_t pipe = uint16_t(current->id + 1);
-    read_operand(a, tensor_swizzle(a, what, place), 0, 128, 2, left, current->started, pipe, what, place);
-    read_operand(b, tensor_swizzle(b, what, place), 0, N, 2, right, current->started, pipe, what, place);
     uint32_t written = 0, read = 0;
-    auto value = [&](const unsigned char* row, unsigned k) {
-        if (kind == Kind::kE4m3) return e4m3_to_float(row[k]);
-        if (kind == Kind::kNvfp4) return kE2m1[row[k / 2] >> 4 * (k % 2) & 15];
-        return bits_as<float>(uint32_t(row[2 * k]) << 16 | uint32_t(row[2 * k + 1]) << 24);
+    // Values of a row, and behind each block of them its scale.
+    struct Row { float values[64]; double scales[4]; };
+    auto rows_of = [&, K = K, block = block, what = what](uint64_t operand, bool across, unsigned rows, uint32_t scales) {
+        static unsigned char bytes[256][32];
+        const Swizzle swizzle = tensor_swizzle(operand, what, place);
+        if (across && swizzle != Swizzle::k128) fail("%s: rows along K with another swizzle than 128 bytes @+0x%x", what, place);
+        if (across) read_operand_across(operand, rows, bytes[0], current->started, pipe, what, place);
+        else read_operand(operand, swizzle, 0, rows, 2, bytes[0], current->started, pipe, what, place);
+        std::vector<Row> out(rows);
+        for (unsigned r = 0; r < rows; r++) {
+            for (unsigned k = 0; k < K; k++) {
+                if (block) out[r].values[k] = kE2m1[bytes[r][k / 2] >> 4 * (k % 2) & 15];
+                else if (kind == Kind::kE4m3) out[r].values[k] = e4m3_to_float(bytes[r][k]);
+                else out[r].values[k] = bits_as<float>(uint32_t(bytes[r][2 * k]) << 16 | uint32_t(bytes[r][2 * k + 1]) << 24);
+            }
+            if (!block) continue;
+            const size_t cell = cell_at(m, scales, r % 32, r / 32, what, place);
+            access_in_pipe(m, cell, false, read, what, place);
+            for (unsigned g = 0; g < K / block; g++) {
+                const unsigned byte = m.values[cell] >> 8 * (upper + g) & 0xff;
+                out[r].scales[g] = kind == Kind::kNvfp4 ? e4m3_to_float(byte & 0x7f) : byte == 255 ? NAN : ldexp(1.0, int(byte) - 127);
+            }
+        }
+        return out;
     };
-    auto scale = [&](uint32_t scales, unsigned row, unsigned group) {
-        const size_t cell = cell_at(m, scales, row % 32, row / 32, what, place);
-        access_in_pipe(m, cell, false, read, what, place);
-        return e4m3_to_float(uint8_t(m.values[cell] >> 8 * group & 0x7f));
-    };
-    std::vector<float> a_scale, b_scale;
-    for (unsigned row = 0; kind == Kind::kNvfp4 && row < 128; row++)
-        for (unsigned g = 0; g < 4; g++) a_scale.push_back(scale(a_scales, row, g));
-    for (unsigned row = 0; kind == Kind::kNvfp4 && row < N; row++)
-        for (unsigned g = 0; g < 4; g++) b_scale.push_back(scale(b_scales, row, g));
-    const unsigned K = kind == Kind::kBf16 ? 16 : kind == Kind::kE4m3 ? 32 : 64;
+    const std::vector<Row> left = rows_of(a, false, 128, a_scales), right = rows_of(b, across, N, b_scales);
     for (unsigned row = 0; row < 128; row++)
         for (unsigned column = 0; column < N; column++) {
             const size_t cell = cell_at(m, d, row, column, what, place);
             if (add && m.cells.writes[cell] == kNobody)
                 fail("%s: adds to lane %u, column %u of d, which was not written @+0x%x", what, row, column, place);
-            float sum = add ? bits_as<float>(m.values[cell]) : 0.0f, part = 0;
-            for (unsigned k = 0; k < K; k++) {
-                const float product = value(left + row * 32, k) * value(right + column * 32, k);
-                if (kind != Kind::kNvfp4) { sum += product; continue; }
-                part += product;
-                if (k % 16 == 15) sum += part * a_scale[row * 4 + k / 16] * b_scale[column * 4 + k / 16], part = 0;
+            float sum = add ? bits_as<float>(m.values[cell]) : 0.0f;
+            const Row &x = left[row], &y = right[column];
+            for (unsigned k = 0; !block && k < K; k++) sum += x.values[k] * y.values[k];
+            for (unsigned g = 0; block && g < K / block; g++) {
+                float part = 0;
+                for (unsigned k = g * block; k < (g + 1) * block; k++) part += x.values[k] * y.values[k];
+                sum = float(sum + part * x.scales[g] * y.scales[g]);
             }
             access_in_pipe(m, cell, true, written, what, place);
             m.values[cell] = bits_of(sum);

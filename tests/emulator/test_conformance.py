@@ -333,27 +333,28 @@ def test_wgmma_with_rows_in_registers(rng, place, columns):
             assert ((out - exact).abs() <= 2.0**-18 * scale).all()
 
 
+TENSOR_KINDS = ["bf16", "e4m3", "nvfp4", "mxfp4"]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("swizzle", range(4))
-@pytest.mark.parametrize("kind", ["bf16", "e4m3", "nvfp4"])
+@pytest.mark.parametrize("kind", TENSOR_KINDS)
 def test_products_in_tensor_memory(rng, place, kind, swizzle):
     """Added to what was stored there before. Sums of whole numbers are exact, and of e2m1 with scales that are powers of two."""
     row = 16 << swizzle if swizzle else 32
-    K = row * {"bf16": 1, "e4m3": 2, "nvfp4": 4}[kind] // 2
+    K = row * {"bf16": 1, "e4m3": 2, "nvfp4": 4, "mxfp4": 4}[kind] // 2
     scales = [torch.zeros(row // 32, 512, dtype=torch.uint8) for _ in range(2)]
     operands = []
     for rows, memory in zip((128, 32), scales, strict=True):
-        if kind == "nvfp4":
-            codes = torch.randint(16, (rows, K), generator=rng)
-            exponents = torch.randint(-2, 3, (rows, K // 16), generator=rng)
+        if kind in ("nvfp4", "mxfp4"):
+            codes, block = torch.randint(16, (rows, K), generator=rng), 16 if kind == "nvfp4" else 32
+            exponents = torch.randint(-2, 3, (rows, K // block), generator=rng)
             factors = torch.exp2(exponents.float())
-            for step in range(row // 32):  # of row r: bytes 16 (r % 32) + 4 (r / 32)
-                per_row = factors[:, 4 * step:4 * step + 4].to(torch.float8_e4m3fn).view(torch.uint8)
-                memory[step].view(32, 4, 4)[:, :rows // 32] = per_row.view(rows // 32, 32, 4).transpose(0, 1)
-            operands.append(((codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), E2M1[codes] * factors.repeat_interleave(16, 1)))
+            in_bytes = factors.to(torch.float8_e4m3fn).view(torch.uint8) if kind == "nvfp4" else (exponents + 127).to(torch.uint8)
+            for tile, four in enumerate(in_bytes.split(4, 1)):  # of row r: bytes 16 (r % 32) + 4 (r / 32)
+                memory[tile].view(32, 4, 4)[:, :rows // 32, :four.shape[1]] = four.reshape(rows // 32, 32, -1).transpose(0, 1)
+            operands.append(((codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), E2M1[codes] * factors.repeat_interleave(block, 1)))
         else:
             values = torch.randint(-8, 9, (rows, K), generator=rng).to(torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn)
             operands.append((values, values.float()))
@@ -361,14 +362,39 @@ def test_products_in_tensor_memory(rng, place, kind, swizzle):
     out = torch.empty(128, 32)
     (a, left), (b, right) = operands
     run(place, "tensor", BLACKWELL, generation=10, a=a, b=b, a_scales=scales[0], b_scales=scales[1], start=start, out=out,
-        kind=["bf16", "e4m3", "nvfp4"].index(kind), swizzle=swizzle)
+        kind=TENSOR_KINDS.index(kind), swizzle=swizzle)
     assert torch.equal(out.double(), start.double() + left.double() @ right.double().T)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_product_with_rows_along_k(rng, place):
+    """b in the layout that its transpose would be brought in for a product along the other side: keys that are values too."""
+    a, b = (torch.randint(-8, 9, shape, generator=rng).to(torch.bfloat16) for shape in ((128, 64), (64, 128)))
+    out = torch.empty(128, 128)
+    run(place, "across", BLACKWELL, generation=10, a=a, b=b, out=out)
+    assert torch.equal(out, a.float() @ b.float())
 
 
 def test_encodings_of_tensor_memory():
     """As in the PTX that CuTeDSL 4.8 emits for its dense nvfp4 kernel of 128 x 128: two constants that were read there."""
-    out = torch.empty(4, dtype=torch.int32)
+    out = torch.empty(5, dtype=torch.int32)
     run(False, "encodings", BLACKWELL, out=out)
-    low, high, nvfp4, bf16 = (int(v) for v in out.long() % 2**32)
+    low, high, nvfp4, bf16, mxfp4 = (int(v) for v in out.long() % 2**32)
     assert low + (high << 32) == 4611756662049538048 and nvfp4 == 136316032
     assert bf16 == 8 << 24 | 16 << 17 | 1 << 10 | 1 << 7 | 1 << 4  # M / 16, N / 8, bf16, bf16, fp32
+    assert mxfp4 == nvfp4 | 1 << 23 | 2 << 29 | 2 << 4  # ue8m0, from byte 2 of a's scales, and of b's
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_two_floats_at_once(rng, place):
+    """Any three patterns of bits, and sums that cancel down to the product's last bits: one rounding."""
+    n = 1 << 14
+    a, b, c = (torch.randint(-(1 << 31), 1 << 31, (n,), generator=rng).to(torch.int32).view(torch.float32) for _ in range(3))
+    a[n // 2:], b[n // 2:] = torch.randn(2, n // 2, generator=rng)
+    c[n // 2:] = -(a * b)[n // 2:] * torch.randint(2, (n // 2,), generator=rng)
+    out = torch.empty(n)
+    run(place, "pairs", BLACKWELL, generation=10, a=a, b=b, c=c, out=out, n=n)
+    A, B, C = (t.double().numpy() for t in (a, b, c))
+    with np.errstate(all="ignore"):
+        want = torch.from_numpy(odd_sum(A * B, C).astype(np.float32))  # 48 bits of a product, so exact in float64
+    assert torch.equal(one_nan32(out.view(torch.int32)), one_nan32(want.view(torch.int32)))

@@ -145,6 +145,8 @@ EXPECTED = {
     "kTensorVersion": r"tensor_mma_bf16: a descriptor of version 0, not 1",
     "kTensorShape": r"tensor_mma_bf16: the instruction descriptor 0x08040010 is not one of tensor_shape",
     "kTensorLanes": r"tensor_load_8: warp 1 of its warpgroup has lanes 32 to 63, not 0",
+    "kTensorScaleByte": r"tensor_mma_mxfp4: the instruction descriptor 0x28840480 is not one of tensor_shape",
+    "kTensorNoScales": r"tensor_mma_mxfp4: lane 0, column 16 of tensor memory was not written",
     "kTensorUnwritten": r"tensor_mma_bf16: adds to lane 0, column 0 of d, which was not written",
     "kTensorOverwritten": r"write of byte 0 of shared memory, which a product in flight reads, with no wait for it between" + TWO_PLACES,
     "kDivideByZero": r"thread \(0,0,0\): an integer division by zero, or whose result is too large at faults.cu:\d+$",

@@ -145,14 +145,15 @@ def test_heads(rng, H):
     assert_as_good(run(case, reverse=H % 2 == 0), case)
 
 
-# The forms of the kernel, by the number of SMs that they get: 20 heads and 28 units of 16 keys are 3 x 14, 2 x 14 and 2 x 6 blocks; then
-# splits of one tile and of several, ragged last ones.
-FORMS = {42: (14, 8, 2), 28: (14, 16, 2), 12: (6, 16, 5), 11: (11, 16, 3), 3: (3, 16, 3), 2: (2, 16, 3), 1: (1, 16, 3)}
+# The forms of the kernel, by the number of SMs that they get: 40 heads and 28 units of 16 keys are 5 x 14, 3 x 14 and 3 x 6 blocks; then
+# two blocks, of 32 and 8 heads, and splits of one tile and of several, ragged last ones.
+FORMS = {70: (14, 8, 2), 42: (14, 16, 2), 18: (6, 16, 5), 16: (8, 32, 4), 12: (6, 32, 4), 4: (2, 32, 4), 3: (1, 32, 4)}
+HEADS = 40
 
 
 def shares(monkeypatch, sms):
     monkeypatch.setattr(module, "_SMS", sms)
-    assert module.shares_of(28, 20, 1) == dict(zip(("splits", "block_heads", "tile"), FORMS[sms], strict=True))
+    assert module.shares_of(28, HEADS, 1) == dict(zip(("splits", "block_heads", "tile"), FORMS[sms], strict=True))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -160,7 +161,7 @@ def shares(monkeypatch, sms):
 def test_few_blocks_take_several_tiles_each(rng, monkeypatch, sms, reverse):
     """428 keys. What the ring has beyond the window and what is behind the last entry is NaN."""
     shares(monkeypatch, sms)
-    case = Case(rng, H=20, position=128 * 300, ratio=128)
+    case = Case(rng, H=HEADS, position=128 * 300, ratio=128)
     assert_as_good(run(case, reverse=reverse), case)
 
 
@@ -169,9 +170,9 @@ def test_few_blocks_take_several_tiles_each(rng, monkeypatch, sms, reverse):
 def test_splits_that_see_no_key(rng, monkeypatch, sms, position):
     """Room for 428 keys, of which there are few yet; whole splits and the last tiles of others are empty."""
     shares(monkeypatch, sms)
-    case = Case(rng, H=20, position=position, ratio=4, top_k=300)
+    case = Case(rng, H=HEADS, position=position, ratio=4, top_k=300)
     assert_as_good(run(case), case)
-    case = Case(rng, H=20, position=position, ratio=128)
+    case = Case(rng, H=HEADS, position=position, ratio=128)
     case.entries = Keys(*(torch.cat((part, part.new_full((300 - len(part), part.shape[1]), 255))) for part in case.entries))
     assert_as_good(run(case), case)
 
@@ -179,7 +180,7 @@ def test_splits_that_see_no_key(rng, monkeypatch, sms, position):
 def test_shares_of_the_published_models():
     """Pro and Flash, one token: HCA and SWA at 4K, CSA; HCA at 1M; eight tokens."""
     for units, heads, tokens, want in ((11, 128, 1, (6, 8, 2)), (73, 128, 1, (15, 16, 5)), (9, 64, 1, (5, 8, 2)), (41, 64, 1, (21, 16, 2)),
-                                       (521, 128, 1, (33, 16, 3)), (73, 128, 8, (4, 16, 3)), (1, 4, 1, (1, 8, 2))):
+                                       (521, 128, 1, (33, 32, 4)), (73, 128, 8, (4, 32, 4)), (1, 4, 1, (1, 8, 2))):
         assert tuple(module.shares_of(units, heads, tokens).values()) == want
 
 
@@ -211,8 +212,8 @@ def test_scales_of_a_key_s_blocks_that_are_far_apart(rng, monkeypatch, sms):
     """Weights are f16 relative to the largest scale of a warp's keys: 2^12 between them costs no bit. The blocks with the large scales are
     where q is 0, so that no key takes all of the weight."""
     shares(monkeypatch, sms)
-    case = Case(rng, H=20, position=300, ratio=128)
-    case.q.view(20, D)[:, 64:256] = 0
+    case = Case(rng, H=HEADS, position=300, ratio=128)
+    case.q.view(HEADS, D)[:, 64:256] = 0
     for keys in (case.window, case.entries):
         rows = (keys.scales[:, 0] != 255).nonzero().flatten()
         values = torch.randn(len(rows), 8, 64, generator=rng) * torch.exp2(torch.randint(-6, 7, (len(rows), 8, 1), generator=rng).float())

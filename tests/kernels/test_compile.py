@@ -2,8 +2,13 @@
 
 import ctypes
 import importlib
+import importlib.util
+import os
 import pkgutil
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +18,10 @@ from dsv4.kernels.launch import HOST, IN, INOUT, OUT, WEIGHT, WORK, Kernel
 from dsv4.ops import backend
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
+# Instructions of Blackwell's tensor cores in the machine code: products by format, copies of scales to tensor memory, tensor copies.
+BLACKWELL = {"nvfp4_linear": (r"UTCOMMA\.(4X|BLOCK16)", r"UTCCP\..*", r"UTMALDG\.2D"),
+             "attention_sm100": ("UTCHMMA", r"LDTM\.x8", r"STTM\.x8", "UCGABAR_ARV", "UCGABAR_WAIT"),
+             "index_scores_sm100": ("UTCOMMA", r"UTCCP\..*", r"UTMALDG\.2D", r"LDTM\.x8", "FFMA2")}
 
 
 def kernels() -> dict[str, Kernel]:
@@ -51,6 +60,29 @@ def test_compiles_without_spills(nvcc, kernel_cache, name, arch):
         assert (entry.spill_stores, entry.spill_loads, entry.stack) == (0, 0, 0), entry
     assert arch in built.name
     kernels()[name].bind(ctypes.CDLL(str(built)))  # the object loads without a GPU, and has the function
+
+
+@pytest.fixture
+def nvdisasm():
+    """PATH's, or that of the package nvidia-cuda-nvdisasm, which the tests' extra brings; the toolkit's own is not always there."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [str(f) for place in (spec.submodule_search_locations if spec else []) for f in Path(place).glob("cu*/bin")]
+    found = shutil.which("nvdisasm") or shutil.which("nvdisasm", path=os.pathsep.join(folders))
+    return found or pytest.skip("no nvdisasm (pip install nvidia-cuda-nvdisasm)")
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("name", BLACKWELL)
+def test_machine_code_for_blackwell(nvcc, nvdisasm, tmp_path, name, arch):
+    """The products are those of the tensor cores, and nothing goes to local memory."""
+    flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-Xcompiler", "-fPIC")]
+    subprocess.run([nvcc.path, *flags, "-gencode", f"arch=compute_{arch[3:]},code={arch}", "-cubin", "-o", tmp_path / "cubin",
+                    build.SOURCES / f"{name}.cu"], check=True, capture_output=True)
+    code = subprocess.run([nvdisasm, "-c", tmp_path / "cubin"], check=True, capture_output=True, text=True).stdout
+    found = set(re.findall(r"[A-Z][A-Z0-9_]+(?:\.\w+)*", code))
+    for instruction in BLACKWELL[name]:
+        assert any(re.fullmatch(instruction, f) for f in found), instruction
+    assert not any(f.split(".")[0] in ("LDL", "STL", "HMMA", "QMMA") for f in found)
 
 
 def test_spills_would_be_seen(nvcc, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from dsv4.errors import UserError
 from dsv4.kernels import build
 from dsv4.kernels import nvfp4 as kernels
+from dsv4.kernels.launch import tensor_memory_blocks
 from dsv4.kernels.layouts import Nvfp4Operand, nvfp4_operand
 from dsv4.kernels.nvfp4 import nvfp4_linear
 from dsv4.ops.nvfp4 import nvfp4_linear_ref, to_nvfp4_ref, unpack_nvfp4
@@ -110,8 +111,8 @@ def test_a_gpu_without_these_tensor_cores_is_named(monkeypatch):
         name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    with pytest.raises(UserError, match=r"nvfp4_linear: expected a GPU with NVFP4 tensor cores .*found NVIDIA H200 with 9\.0: use linear"):
-        kernels._blocks.__wrapped__(torch.device("cuda:0"))
+    with pytest.raises(UserError, match=r"nvfp4_linear: expected a GPU with tensor memory .*found NVIDIA H200 with 9\.0: use linear$"):
+        tensor_memory_blocks.__wrapped__("nvfp4_linear", torch.device("cuda:0"), "linear")
 
 
 @pytest.mark.parametrize("change", [

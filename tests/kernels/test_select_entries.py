@@ -4,20 +4,24 @@ import pytest
 import torch
 
 from dsv4.errors import UserError
+from dsv4.kernels import MAX_TOKENS
 from dsv4.kernels import indexer as module
+from dsv4.kernels.arrivals import arrivals
 from dsv4.ops.indexer import select_entries_ref
 
 from ..emulator.emulator import emulated, needs_gxx
 
 pytestmark = needs_gxx
 INF, NAN = float("inf"), float("nan")
-ONE_BLOCK, MOST = 16384, 262144  # above the first a cluster of 8 blocks has a token
+ONE_BLOCK, MOST = 16384, 262144  # above the first 64 blocks have a token
+BLOCKS, REACH, SLOTS = 64, 40, 64  # of a long row: quad q is of block q % 64, which passes on 39 to 64 keys
 
 
 def select(scores, positions, ratio, top_k, **how):
     """The kernel's indices, compared with the definition's."""
     with emulated(**how):
         got = module.select_entries(scores, positions, ratio, top_k)
+        assert not arrivals("select_entries", scores.device, MAX_TOKENS).any()  # for the next launch
     assert got.dtype == torch.int32 and torch.equal(got, select_entries_ref(scores, positions, ratio, top_k))
     return got
 
@@ -28,11 +32,12 @@ def one(scores, top_k, behind=3, **how):
     return select(row, torch.tensor([4 * len(scores) - 1]), 4, top_k, **how)[0]
 
 
-# One entry, quads, warps (128 entries), rounds (2,048), a block's limit; then clusters: one more entry, rounds (16,384), ragged ends.
+# One entry, quads, warps, a round of all threads (512), what is read ahead (4,096), a block's limit; then 64 blocks: one more entry, as
+# many keys as threads in each (32,768), ragged ends.
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("top_k", [1, 37, 512, 1024])
-@pytest.mark.parametrize("n", [1, 3, 4, 5, 127, 129, 511, 513, 1023, 1024, 1025, 2047, 2048, 2049, 6000, 16381, 16384, 16385, 16386, 20003,
-                               32768, 32771])
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 127, 129, 511, 513, 1023, 1024, 1025, 2047, 2049, 4095, 4097, 6000, 16381, 16384, 16385, 16386,
+                               20003, 32768, 32771])
 def test_counts_around_every_edge(rng, n, top_k, reverse):
     one(torch.randn(n, generator=rng), top_k, behind=int(torch.randint(0, 9, (1,), generator=rng)), reverse=reverse)
 
@@ -114,22 +119,59 @@ def test_trap_22_the_top_k_is_exact_wherever_the_best_lie(rng, n):
         assert one(scores, top_k).tolist() == list(places)
 
 
-@pytest.mark.parametrize("quads,warps", [(range(0, 16, 4), 4), (range(0, 16, 2), 2)])
-def test_as_many_keys_above_the_bound_as_there_can_be(rng, quads, warps):
-    """All 16 keys of each of top_k groups are above the least of the groups' largest: 16 top_k - 16 candidates at 262,144 entries."""
-    j, lane, warp, block = torch.tensor(quads)[:, None], torch.arange(32), torch.arange(warps), torch.arange(8)
-    # [block, warp, quad, lane]: one or two groups of four quads for each thread.
-    places = ((block[:, None] * 16 + warp)[..., None, None] * 16 + j) * 128 + lane * 4
-    places = places[..., None] + torch.arange(4)
-    least = places[7, -1, :: len(quads) // 4, 31].flatten()  # a whole group
-    places = places.flatten()
-    assert len(places.unique()) == 16 * 1024 and len(least) == 16
+def block_of(entries):
+    return entries // 4 % BLOCKS
+
+
+def crowded(rng, n, blocks, of_each, ties):
+    """Uniform scores, and in some blocks `of_each` that are larger than all others: more than a block passes on."""
+    scores = torch.rand(n, generator=rng)
+    for block in blocks:
+        own = (block_of(torch.arange(n)) == block).nonzero().flatten()
+        best = own[torch.randperm(len(own), generator=rng)[:of_each]]
+        scores[best] = 3 if ties else 3 + torch.rand(of_each, generator=rng)
+    return scores
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("blocks,of_each", [([0], 1), ([63], REACH - 1), ([5], REACH), ([31], REACH + 1), ([32], SLOTS), ([7], SLOTS + 1),
+                                            ([0, 31, 32, 63], 100), ([9], 300), (range(0, BLOCKS, 2), SLOTS + 1), (range(BLOCKS), 41)])
+def test_blocks_with_more_of_the_best_than_they_pass_on(rng, blocks, of_each, ties):
+    """The last block reads these blocks' entries again, and no others."""
+    for n, top_k in ((20483, 300), (50000, 1024)):
+        one(crowded(rng, n, blocks, of_each, ties), top_k)
+
+
+@pytest.mark.parametrize("of_group", [1, 16, 32])
+def test_as_many_keys_above_a_bound_as_there_can_be(rng, of_group):
+    """A block's bound is the 40th of the maxima of 128 groups of threads (t, t + 128, ...). All keys of 39 groups of a block above the
+    rest: 39 x 32 keys are above the bound where 64 find a place. With one key of each, 39."""
     scores = torch.rand(MOST, generator=rng)
-    scores[places] = 3 + torch.randperm(len(places), generator=rng) / len(places)
-    scores[least] = 2.0
+    of_block = torch.arange(MOST // BLOCKS)
+    for block in (0, 17, 63):
+        for group in range(REACH - 1):
+            numbers = of_block[of_block % 128 == group][:of_group]
+            scores[(numbers // 4 * BLOCKS + block) * 4 + numbers % 4] = 3 + torch.rand(len(numbers), generator=rng)
     one(scores, 1024, behind=0)
-    scores[places] = 3
-    one(scores, 1024, behind=0)
+    one(scores, 30, behind=0)
+
+
+@pytest.mark.parametrize("kind", ["all equal", "ascending", "descending", "all NaN"])
+def test_the_largest_context_at_its_worst(kind):
+    """Every block is read again, or the last ones hold nearly all of the best."""
+    one({"all equal": torch.zeros(MOST), "ascending": torch.arange(MOST).float(), "descending": -torch.arange(MOST).float(),
+         "all NaN": torch.full((MOST,), NAN)}[kind], 1024, behind=0)
+
+
+def test_a_step_of_eight_tokens_with_long_rows(rng):
+    """Each has its own blocks, counter and candidates; some rows are short although there is room for more, and nothing of them is left
+    behind for the next launch."""
+    scores = torch.randn(8, 16400, generator=rng)
+    scores[2] = 0
+    scores[5, ::5] = NAN
+    for first in (4 * ONE_BLOCK - 4, 3):
+        positions = torch.arange(first, first + 8)
+        assert torch.equal(select(scores, positions, 4, 512), select(scores, positions, 4, 512, reverse=True))
 
 
 def test_trap_25_every_token_has_its_own_count(rng):
@@ -138,7 +180,7 @@ def test_trap_25_every_token_has_its_own_count(rng):
         T = (first + S) // 4 + 2
         select(torch.arange(T).float().expand(S, T), torch.arange(first, first + S), 4, 16)
         select(torch.randn(S, T, generator=rng), torch.arange(first, first + S), 4, 7)
-    for first in (13, 16380):  # with ratio 1 each has one more than the last; here from one block to a cluster
+    for first in (13, 16380):  # with ratio 1 each has one more than the last; here from one block to 64
         T = first + 8
         got = select(torch.arange(T).float().expand(8, T), torch.arange(first, first + 8), 1, 9)
         assert got[:, -1].tolist() == list(range(first, first + 8))
@@ -193,7 +235,7 @@ def test_strided_scores_and_nothing_to_do(rng):
 @pytest.mark.parametrize("change", [
     lambda s, p: (s.double(), p, 4, 8), lambda s, p: (s, p.int(), 4, 8), lambda s, p: (s, p[:1], 4, 8), lambda s, p: (s[0], p, 4, 8),
     lambda s, p: (s, p, 0, 8), lambda s, p: (s, p, 4, 0), lambda s, p: (s, p, 4, 1025),
-    lambda s, p: (s[:, :1].expand(2, MOST + 1), p, 4, 8),
+    lambda s, p: (s[:, :1].expand(2, MOST + 1), p, 4, 8), lambda s, p: (s[:1].expand(9, 8), p[:1].expand(9), 4, 8),
 ])
 def test_what_the_kernel_does_not_take(rng, change):
     with pytest.raises(UserError, match=r"select_entries: expected scores \[S, T\] in fp32 .*, found scores \["):

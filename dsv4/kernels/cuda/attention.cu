@@ -1,7 +1,7 @@
 // attention: q's per-head norm and RoPE, softmax with a sink over a token's window and compressed entries, whose 512 dims are keys and
 // values, packed as in dsv4/kernels/keys.py; output de-rotated and rounded once (dsv4/ops/attention.py, attention_ref).
 //
-// attention_split: a block takes 8 or 16 heads x a share of one token's keys (flash-decoding); attention_merge adds the shares up. The
+// attention_split: a block takes 8, 16 or 32 heads x a share of one token's keys (flash-decoding); attention_merge adds the shares up. The
 // eight warps of a block divide the dims, not the keys: warps 0 to 6 have 64 FP8 dims and so one scale per key, warp 7 has the 64 rotated
 // bf16 dims. A warp loads its part of a key straight into the registers that the tensor core's B operand wants, multiplies it with its
 // dims of q, stores it in shared memory of its own, and multiplies it there, transposed, with the weights into its dims of the output.
@@ -20,7 +20,13 @@
 // scheduler: 0.9 us), 0.3 us for the stores; the merge: a round trip, 0.2 us for its 2 MB, 310 instructions (0.3 us); a dependent launch
 // costs 1.1 us beside its round trip: 7 us. HCA (160 keys): 16 x 6 blocks of 8 heads and 32 keys, one round trip, 580 instructions: 5 us.
 // 64 heads x 640 keys: 4 x 21 blocks of 16 heads and 32 keys, two round trips, 550 instructions: 6 us.
-// Measured on an H200: 128 heads and 1,152 keys 7.9 us, 160 keys 6.9, 8,320 keys 25.0; 64 heads and 640 keys 6.2 (docs/measurements.md).
+// Where a split has several tiles, a key's way is what counts: out of L2 once for each group of heads, its expansion, and some 300 bytes of
+// shared memory for 16 heads (stored, read as values, 8 warps' parts of the scores written and read). So a block has 32 heads, an SM to
+// itself, and the registers for the next tile beside the one in use. HCA at 1M (128 heads, 8,320 keys): 4 x 33 blocks, 4 tiles of 64 keys;
+// 19.5 MB through L2, 3.4 us of products, 1,000 instructions a tile and warp (two warps a scheduler: 4 us, with what they wait for 6.5);
+// start and first keys 3, stores 0.5, the merge of 33 splits, 4.3 MB in one round trip, 2.3: 12.5 us.
+// Measured on an H200: 128 heads and 1,152 keys 7.9 us, 160 keys 6.9; 64 heads and 640 keys 6.2; 8,320 keys 25.0 with 16 heads a block,
+// two blocks an SM and tiles of 48 keys that were asked for when the one before had been scored (docs/measurements.md).
 #include "common.cuh"
 
 constexpr int kDim = 512, kPlain = 448, kRotary = kDim - kPlain;  // dims of a head, of these FP8, of these rotated
@@ -28,7 +34,6 @@ constexpr int kKeyBytes = kPlain + 2 * kRotary, kScaleBytes = 8;
 constexpr int kUnit = 16, kWarpDims = 64;
 constexpr int kWarps = kDim / kWarpDims, kThreads = 32 * kWarps, kRotaryWarp = kWarps - 1;
 constexpr int kMergeGroups = 4, kMergeThreads = kMergeGroups * (kDim / 8), kMaxSplits = 64;
-constexpr int kAhead = 6;  // splits of a group on their way at a time
 // A normed q is at most 512^0.5. It goes times 2^11: then f16 holds its bf16 exactly down to 2^-28.
 constexpr float kQueryFactor = 2048.0f, kScale = 0.044194173824159216f / kQueryFactor;  // of a score: 512^-0.5
 constexpr float kExp2Scale = kScale * 1.4426950408889634f;                              // for powers of two instead of e
@@ -40,9 +45,10 @@ constexpr int kWarpBytes = kUnit * 2 * kWarpDims, kUnitBytes = (kWarps + 1) * kW
 template <int kUnits> constexpr int kLaneKeys = (kUnits + 1) / 2;                   // keys of a tile that a lane looks after
 template <int kUnits> constexpr int kRelative = 4 * 32 * kLaneKeys<kUnits>;         // behind a warp's scales, the same as f16
 template <int kUnits> constexpr int kWeightStride = 128 * ((kUnits + 3) / 4) + 16;  // of a head
-template <int kHeads> constexpr int kLaneScores = kHeads;                           // bytes, of 8 keys
-template <int kHeads> constexpr int kWarpScores = 32 * kLaneScores<kHeads>;
-template <int kHeads> constexpr int kOctetScores = kWarps * kWarpScores<kHeads> + 4 * kHeads;
+template <int kHeads> constexpr int kRowTiles = (kHeads + 15) / 16;                  // of a tensor core's 16 rows
+template <int kHeads> constexpr int kLaneScores = kHeads < 16 ? kHeads : 16;        // bytes, of 8 keys and a row tile
+template <int kHeads> constexpr int kWarpScores = kRowTiles<kHeads> * 32 * kLaneScores<kHeads>;
+template <int kHeads> constexpr int kOctetScores = kWarps * kWarpScores<kHeads> + 4 * kLaneScores<kHeads>;
 template <int kHeads, int kUnits> struct Layout {
     static constexpr int kValues = 0, kScores = kUnits * kUnitBytes, kQueries = kScores + 2 * kUnits * kOctetScores<kHeads>;
     static constexpr int kWeights = kQueries + kHeads * kQueryBytes, kFactors = kWeights + 2 * kHeads * kWeightStride<kUnits>;
@@ -156,22 +162,28 @@ template <int kUnits> __device__ __forceinline__ Seen<kUnits> see(const Tile<kUn
 // themselves to `values`. Pair i are the thread's dims 2 i and 2 i + 1: chunk 2 t has the even pairs, chunk 2 t + 1 the odd ones, so that
 // the two columns which a later mma gives a thread are, with those of the next chunk, four neighbouring dims.
 template <int kHeads, bool kIsRotary>
-__device__ __forceinline__ void score_keys(char* scores, char* values, const uint32_t (&pair)[8], const uint32_t (&q)[4][4], int n,
-                                           int lane, float2 scale) {
+__device__ __forceinline__ void score_keys(char* scores, char* values, const uint32_t (&pair)[8],
+                                           const uint32_t (&q)[kRowTiles<kHeads>][4][4], int n, int lane, float2 scale) {
     const int key = n % 2 * 8 + lane / 4, chunk = 2 * (lane % 4);
-    float sum[2][4] = {};  // two, as a product waits 33 cycles for the one before
+    float sum[kRowTiles<kHeads>][2][4] = {};  // two, as a product waits 33 cycles for the one before
 #pragma unroll
     for (int j = 0; j < 4; j++) {  // registers as they are stored
         const uint32_t b[2] = {pair[j % 2 * 4 + j / 2], pair[j % 2 * 4 + j / 2 + 2]};
-        if (kIsRotary) mma_bf16(sum[j % 2], q[j], b);
-        else mma_f16(sum[j % 2], q[j], b);
+#pragma unroll
+        for (int r = 0; r < kRowTiles<kHeads>; r++) {
+            if (kIsRotary) mma_bf16(sum[r][j % 2], q[r][j], b);
+            else mma_f16(sum[r][j % 2], q[r][j], b);
+        }
     }
     *reinterpret_cast<uint4*>(values + n / 2 * kUnitBytes + place(key, chunk)) = uint4{pair[0], pair[2], pair[4], pair[6]};
     *reinterpret_cast<uint4*>(values + n / 2 * kUnitBytes + place(key, chunk + 1)) = uint4{pair[1], pair[3], pair[5], pair[7]};
-    float product[kHeads / 4];
 #pragma unroll
-    for (int i = 0; i < kHeads / 4; i++) product[i] = (sum[0][i] + sum[1][i]) * (i % 2 ? scale.y : scale.x);
-    store(reinterpret_cast<float*>(scores + n * kOctetScores<kHeads> + lane * kLaneScores<kHeads>), product);
+    for (int r = 0; r < kRowTiles<kHeads>; r++) {
+        float product[kLaneScores<kHeads> / 4];
+#pragma unroll
+        for (int i = 0; i < kLaneScores<kHeads> / 4; i++) product[i] = (sum[r][0][i] + sum[r][1][i]) * (i % 2 ? scale.y : scale.x);
+        store(reinterpret_cast<float*>(scores + n * kOctetScores<kHeads> + (32 * r + lane) * kLaneScores<kHeads>), product);
+    }
 }
 
 // The scales of a tile for one warp: as floats, for scores; and relative to the largest exponent so far, as f16, for weights. A weight of 1
@@ -212,7 +224,7 @@ __device__ __forceinline__ float keep_scales(char* scales, Tile<kUnits>& tile, c
 // e4m3 is exact in f16, and no scale is needed yet: a score is multiplied by it, and a weight before it meets the value.
 template <int kHeads, int kUnits>
 __device__ __forceinline__ void score_plain_tile(char* scores, char* values, const char* scales, const Tile<kUnits>& tile,
-                                                 const uint32_t (&q)[4][4], int units, int lane) {
+                                                 const uint32_t (&q)[kRowTiles<kHeads>][4][4], int units, int lane) {
 #pragma unroll
     for (int n = 0; n < 2 * kUnits; n++) {
         if (n / 2 >= units) break;
@@ -225,9 +237,8 @@ __device__ __forceinline__ void score_plain_tile(char* scores, char* values, con
 }
 
 template <int kHeads, int kUnits>
-__device__ __forceinline__ void score_rotary_tile(char* scores, char* values, const Seen<kUnits>& seen, const uint32_t (&q)[4][4],
-                                                  int lane) {
-    cp_async_wait<0>();
+__device__ __forceinline__ void score_rotary_tile(char* scores, char* values, const Seen<kUnits>& seen,
+                                                  const uint32_t (&q)[kRowTiles<kHeads>][4][4], int lane) {
 #pragma unroll
     for (int n = 0; n < 2 * kUnits; n++) {
         if (n / 2 >= seen.units) break;
@@ -241,7 +252,7 @@ __device__ __forceinline__ void score_rotary_tile(char* scores, char* values, co
     }
 }
 
-// The softmax so far of heads `warp` and, of 16, warp + 8: the largest score (unscaled) in every lane, the sum of weights in parts.
+// The softmax so far of heads warp, warp + 8, ...: the largest score (unscaled) in every lane, the sum of weights in parts.
 template <int kHeads> struct Running {
     float top[kHeads / 8], sum[kHeads / 8];
 };
@@ -265,15 +276,17 @@ __device__ __forceinline__ void weigh_tile(Running<kHeads>& running, char* share
         // A lane without keys reads what another has.
         const char* parts = shared + At::kScores + min(n + 8 * pass, 2 * seen.units - 1) * kOctetScores<kHeads> +
                             (4 * warp + t) * kLaneScores<kHeads>;
-        float sum[2 * kMine];
-        load(sum, reinterpret_cast<const float*>(parts));
-#pragma unroll(kOnce ? kWarps : 4)  // of many tiles the next one has most of the registers
-        for (int w = 1; w < kWarps; w++) {
-            float part[2 * kMine];
-            load(part, reinterpret_cast<const float*>(parts + w * kWarpScores<kHeads>));
+        float sum[2 * kMine] = {};
 #pragma unroll
-            for (int i = 0; i < 2 * kMine; i++) sum[i] += part[i];
-        }
+        for (int r = 0; r < kRowTiles<kHeads>; r++)
+#pragma unroll
+            for (int w = 0; w < kWarps; w++) {
+                constexpr int kOfTile = kLaneScores<kHeads> / 4;
+                float part[kOfTile];
+                load(part, reinterpret_cast<const float*>(parts + w * kWarpScores<kHeads> + 32 * r * kLaneScores<kHeads>));
+#pragma unroll
+                for (int i = 0; i < kOfTile; i++) sum[kOfTile * r + i] = w ? sum[kOfTile * r + i] + part[i] : part[i];
+            }
         const unsigned low = seen.bits[2 * pass], high = 2 * pass + 1 < kLaneKeys<kUnits> ? seen.bits[2 * pass + 1] : 0;
         const unsigned bits = (lane < 16 ? low : high) >> 2 * (lane % 16);
 #pragma unroll
@@ -315,30 +328,36 @@ __device__ __forceinline__ void weigh_tile(Running<kHeads>& running, char* share
 
 // out += weights . values, for the warp's dims. `relative`: the keys' scales as f16.
 template <int kHeads, int kUnits, bool kIsRotary>
-__device__ __forceinline__ void add_values(float (&out)[8][4], const char* weights, const char* values, const char* relative, int units,
-                                           int lane) {
+__device__ __forceinline__ void add_values(float (&out)[kRowTiles<kHeads>][8][4], const char* weights, const char* values,
+                                           const char* relative, int units, int lane) {
     const int row = lane % 16, chunk = lane / 16;
 #pragma unroll
     for (int unit = 0; unit < kUnits; unit++) {
         if (unit >= units) break;
-        uint32_t p[4], v[4];
-        ldmatrix_x4(p, weights + lane % kHeads * kWeightStride<kUnits> + 16 * (2 * unit + chunk));
-        if (!kIsRotary) {
-            const uint32_t* scale = reinterpret_cast<const uint32_t*>(relative) + 8 * unit + lane % 4;
-            p[0] = mul_f16x2(p[0], scale[0]), p[2] = mul_f16x2(p[2], scale[4]);
-            if (kHeads == 16) p[1] = mul_f16x2(p[1], scale[0]), p[3] = mul_f16x2(p[3], scale[4]);
+        uint32_t p[kRowTiles<kHeads>][4], v[4];
+#pragma unroll
+        for (int r = 0; r < kRowTiles<kHeads>; r++) {
+            ldmatrix_x4(p[r], weights + (16 * r + lane % (kHeads < 16 ? kHeads : 16)) * kWeightStride<kUnits> + 16 * (2 * unit + chunk));
+            if (!kIsRotary) {
+                const uint32_t* scale = reinterpret_cast<const uint32_t*>(relative) + 8 * unit + lane % 4;
+                p[r][0] = mul_f16x2(p[r][0], scale[0]), p[r][2] = mul_f16x2(p[r][2], scale[4]);
+                if (kHeads >= 16) p[r][1] = mul_f16x2(p[r][1], scale[0]), p[r][3] = mul_f16x2(p[r][3], scale[4]);
+            }
         }
 #pragma unroll
         for (int n = 0; n < 8; n += 2) {
             ldmatrix_x4_trans(v, values + unit * kUnitBytes + place(row, n + chunk));
-            if (kIsRotary) mma_bf16(out[n], p, {v[0], v[1]}), mma_bf16(out[n + 1], p, {v[2], v[3]});
-            else mma_f16(out[n], p, {v[0], v[1]}), mma_f16(out[n + 1], p, {v[2], v[3]});
+#pragma unroll
+            for (int r = 0; r < kRowTiles<kHeads>; r++) {
+                if (kIsRotary) mma_bf16(out[r][n], p[r], {v[0], v[1]}), mma_bf16(out[r][n + 1], p[r], {v[2], v[3]});
+                else mma_f16(out[r][n], p[r], {v[0], v[1]}), mma_f16(out[r][n + 1], p[r], {v[2], v[3]});
+            }
         }
     }
     __syncwarp();  // the next tile's values take their place
 }
 
-// fp32 q of heads `warp` and, of 16, warp + 8: the lane's dims 4 lane + 128 i and the next three, and the angles of those with i = 3.
+// fp32 q of heads warp, warp + 8, ...: the lane's dims 4 lane + 128 i and the next three, and the angles of those with i = 3.
 template <int kHeads> struct Query {
     float v[kHeads / 8][16], cos[2], sin[2];
 };
@@ -395,20 +414,25 @@ template <int kHeads> __device__ __forceinline__ void norm_query(char* queries, 
 
 // The A operands of the block's heads and the warp's dims, for score_keys: of product j, thread t's first pair is chunk u's, where j / 2
 // says which half of the pairs, and u = j % 2 * 2; its second pair chunk u + 1's.
-template <int kHeads> __device__ __forceinline__ void fetch_query(uint32_t (&q)[4][4], const char* queries, int warp, int lane) {
-    const int head = lane % kHeads;  // 8 heads are in both halves of the operand's rows, and what comes of the second is not used
+template <int kHeads>
+__device__ __forceinline__ void fetch_query(uint32_t (&q)[kRowTiles<kHeads>][4][4], const char* queries, int warp, int lane) {
+    const int head = lane % (kHeads < 16 ? kHeads : 16);  // 8 heads are in both halves of the rows; what comes of the second is not used
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-        ldmatrix_x4(q[j], queries + head * kQueryBytes + warp * 128 +
-                              (((j / 2 * 4 + j % 2 * 2 + lane / 16) ^ head % 8 ^ warp % 2 * 4) << 4));
+    for (int r = 0; r < kRowTiles<kHeads>; r++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            ldmatrix_x4(q[r][j], queries + (16 * r + head) * kQueryBytes + warp * 128 +
+                                     (((j / 2 * 4 + j % 2 * 2 + lane / 16) ^ head % 8 ^ warp % 2 * 4) << 4));
 }
 
-// kOnce: a split has one tile at most. Its keys are asked for before the position is known, and every split leaves a result. Otherwise
-// splits that see no key leave no more than that.
+// kOnce: a split has one tile at most. Keys of the first tile are asked for before the position is known, those of a later one before the
+// tile in front of it is scored. Every split leaves a result, also if it sees no key.
 template <int kHeads, int kUnits, bool kOnce>
-__global__ void __launch_bounds__(kThreads, 2) attention_split(const float* q, const float* cos, const float* sin, const int64_t* positions,
-                                                               Cache cache, __nv_bfloat16* partial, float2* stats, int heads, float eps) {
+__global__ void __launch_bounds__(kThreads, kHeads == 32 ? 1 : 2)
+attention_split(const float* q, const float* cos, const float* sin, const int64_t* positions, Cache cache, __nv_bfloat16* partial,
+                float2* stats, int heads, float eps) {
     using At = Layout<kHeads, kUnits>;
+    constexpr int kMine = kHeads / 8, kTiles = kRowTiles<kHeads>;
     DYN_SMEM(char, shared);
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);  // the same in all lanes, which the compiler cannot know otherwise
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -418,88 +442,98 @@ __global__ void __launch_bounds__(kThreads, 2) attention_split(const float* q, c
     int all = units_of(cache.ring) + units_of(cache.entries);
     Query<kHeads> asked;
     Tile<kUnits> tile;
-    if (kOnce) plan_tile(tile, cache, split, splits, all, warp, lane);
+    plan_tile(tile, cache, split, splits, all, warp, lane);
     grid_dependency_launch();
     if (splits) grid_dependency_wait();  // always; without a branch ptxas puts the arithmetic above behind the wait
     const int position = int(positions[token]);
-    const auto store_stats = [&](float top, float sum) {  // of head `warp` in lane 0, of head warp + 8 in lane 16
-        const int mine = warp + lane / 16 * 8;
+    const auto store_stats = [&](int h, float top, float sum) {  // of head warp + 8 h in lane 0, of the next of the warp's in lane 16
+        const int mine = warp + 8 * (h + lane / 16);
         if (lane % 16 == 0 && mine < kHeads && head + mine < heads) stats[(row + mine) * splits + split] = {top, sum};
     };
-    if (!kOnce) {
-        if (cache.ratio) all = min(all, units_of(cache.ring) + units_of(int(unsigned(position + 1) / unsigned(cache.ratio))));
-        if (split >= all) {
-            store_stats(-INFINITY, 0.0f);
-            return;
-        }
-        plan_tile(tile, cache, split, splits, all, warp, lane);
-    }
     load_names(tile, cache, token);
     load_query(asked, q + row * kDim, heads - head, cos + token * (kRotary / 2), sin + token * (kRotary / 2), warp, lane);
     load_tile(tile, values, warp, lane);
     norm_query(shared + At::kQueries, asked, eps, warp, lane);
     Seen<kUnits> seen = see(tile, cache, position);
     __syncthreads();
+    if (!kOnce && cache.ratio) all = min(all, units_of(cache.ring) + units_of(int(unsigned(position + 1) / unsigned(cache.ratio))));
     unsigned exponent = 0;
-    float out[8][4] = {};
+    float out[kTiles][8][4] = {};
     Running<kHeads> running;
 #pragma unroll
-    for (int h = 0; h < kHeads / 8; h++) running.top[h] = -INFINITY, running.sum[h] = 0.0f;
+    for (int h = 0; h < kMine; h++) running.top[h] = -INFINITY, running.sum[h] = 0.0f;
     for (int first = split;;) {
-        uint32_t query[4][4];
+        first += kUnits * splits;
+        const bool more = !kOnce && first < all;
+        Tile<kUnits> next;
+        char* other = values;
+        if (more) {
+            if (warp == kRotaryWarp) other = shared + (2 * kRotaryWarp + 1) * kWarpBytes - (values - shared);  // the other buffer
+            plan_tile(next, cache, first, splits, all, warp, lane);
+            load_names(next, cache, token);
+            load_tile(next, other, warp, lane);
+        }
+        uint32_t query[kTiles][4][4];
         fetch_query<kHeads>(query, shared + At::kQueries, warp, lane);
         const float grown = keep_scales(scales, tile, seen, exponent, lane);
-        if (warp != kRotaryWarp) score_plain_tile<kHeads>(scores, values, scales, tile, query, seen.units, lane);
-        else score_rotary_tile<kHeads>(scores, values, seen, query, lane);
-        first += kUnits * splits;
-        char* other = values;
-        const bool more = !kOnce && first < all;
-        if (more) {  // on its way while the softmax is made
-            if (warp == kRotaryWarp) other = shared + (2 * kRotaryWarp + 1) * kWarpBytes - (values - shared);  // the other buffer
-            plan_tile(tile, cache, first, splits, all, warp, lane);
-            load_names(tile, cache, token);
-            load_tile(tile, other, warp, lane);
+        if (warp != kRotaryWarp) {
+            score_plain_tile<kHeads>(scores, values, scales, tile, query, seen.units, lane);
+        } else {
+            if (more) cp_async_wait<1>();
+            else cp_async_wait<0>();
+            score_rotary_tile<kHeads>(scores, values, seen, query, lane);
         }
         __syncthreads();
         weigh_tile<kHeads, kUnits, kOnce>(running, shared, seen, warp, lane);
         __syncthreads();
         if (!kOnce) {
             const float* factors = reinterpret_cast<const float*>(shared + At::kFactors) + g;
-            const float factor[2] = {factors[0] * grown, kHeads == 16 ? factors[8] * grown : 0.0f};
 #pragma unroll
-            for (int n = 0; n < 8; n++)
+            for (int r = 0; r < kTiles; r++) {
+                const float factor[2] = {factors[16 * r] * grown, kHeads >= 16 ? factors[16 * r + 8] * grown : 0.0f};
 #pragma unroll
-                for (int i = 0; i < 4; i++) out[n][i] *= factor[i / 2];
+                for (int n = 0; n < 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) out[r][n][i] *= factor[i / 2];
+            }
         }
         const char* weights = shared + At::kWeights;
         const char* relative = scales + kRelative<kUnits>;
         if (warp != kRotaryWarp) add_values<kHeads, kUnits, false>(out, weights, values, relative, seen.units, lane);
         else add_values<kHeads, kUnits, true>(out, weights + kHeads * kWeightStride<kUnits>, values, relative, seen.units, lane);
         if (!more) break;
-        values = other, seen = see(tile, cache, position);
+        tile = next, values = other, seen = see(tile, cache, position);
     }
 
-    const float other_sum = running.sum[kHeads / 8 - 1], other_top = running.top[kHeads / 8 - 1];
-    float sum = (lane < 16 ? running.sum[0] : other_sum) + __shfl_xor_sync(~0u, lane < 16 ? other_sum : running.sum[0], 16);
 #pragma unroll
-    for (int offset = 8; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    store_stats(lane < 16 ? running.top[0] : other_top, sum);
+    for (int h = 0; h < kMine; h += 2) {
+        const int further = h + 1 < kMine ? h + 1 : h;
+        const float other_sum = running.sum[further], other_top = running.top[further];
+        float sum = (lane < 16 ? running.sum[h] : other_sum) + __shfl_xor_sync(~0u, lane < 16 ? other_sum : running.sum[h], 16);
+#pragma unroll
+        for (int offset = 8; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        store_stats(h, lane < 16 ? running.top[h] : other_top, sum);
+    }
     const float factor = __uint_as_float(exponent << 23);
     partial += ((row + g) * splits + split) * kDim + threadIdx.x / 32 * kWarpDims + 4 * t;
 #pragma unroll
-    for (int h = 0; h < kHeads / 8; h++)
+    for (int h = 0; h < kMine; h++)
         if (head + g + 8 * h < heads)
 #pragma unroll
-            for (int n = 0; n < 8; n += 2)
+            for (int n = 0; n < 8; n += 2) {
+                const float(&low)[4] = out[h / 2][n], (&high)[4] = out[h / 2][n + 1];
                 store(partial + 8 * h * splits * kDim + 8 * n,
-                      {out[n][2 * h] * factor, out[n][2 * h + 1] * factor, out[n + 1][2 * h] * factor, out[n + 1][2 * h + 1] * factor});
+                      {low[h % 2 * 2] * factor, low[h % 2 * 2 + 1] * factor, high[h % 2 * 2] * factor, high[h % 2 * 2 + 1] * factor});
+            }
 }
 
 // One block a head: out = (sum_i e_i partial_i) / (sum_i e_i sum_i + e_sink), e = exp(. - the largest), then the inverse RoPE. Group k of
-// 64 threads, which have 8 dims each, adds splits k, k + 4, ... up; then a thread has one pair of dims.
+// 64 threads, which have 8 dims each, adds splits k, k + 4, ... up, of which kAhead are on their way at a time; then a thread has one pair
+// of dims.
+template <int kAhead>
 __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bfloat16* partial, const float2* stats, const float* sink,
                                                                  const float* cos, const float* sin, __nv_bfloat16* out, int heads,
-                                                                 int splits, int once) {
+                                                                 int splits) {
     DYN_SMEM(float, sums);  // [kMergeGroups, kDim]
     const int head = blockIdx.x, token = blockIdx.y, row = token * heads + head, lane = threadIdx.x % 32;
     const int group = threadIdx.x / (kDim / 8), column = threadIdx.x % (kDim / 8) * 8, pair = 2 * threadIdx.x;
@@ -511,24 +545,23 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bflo
     float2 of_split[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
     if (lane < splits) of_split[0] = of_splits[0];
     if (lane + 32 < splits) of_split[1] = of_splits[32];
-    uint4 eight[kAhead];
-    const auto load_splits = [&](int first, uint64_t there) {
+    uint4 eight[kAhead] = {};
+    const auto load_splits = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             const int split = first + group + kMergeGroups * i;
             eight[i] = uint4{0, 0, 0, 0};
-            if (split < splits && there >> split & 1) eight[i] = values[(first + kMergeGroups * i) * (kDim / 8)];
+            if (split < splits) eight[i] = values[(first + kMergeGroups * i) * (kDim / 8)];
         }
     };
-    if (once) load_splits(0, ~0ull);  // on their way while the weights are found; as a branch, or ptxas makes three turns of it
     float c = 1.0f, s = 0.0f;
-    if (pair >= kPlain) c = cos[token * (kRotary / 2) + (pair - kPlain) / 2], s = sin[token * (kRotary / 2) + (pair - kPlain) / 2];
+    if (splits) {  // always, on their way while the weights are found; as a branch, or ptxas makes three turns of it
+        load_splits(0);
+        if (pair >= kPlain) c = cos[token * (kRotary / 2) + (pair - kPlain) / 2], s = sin[token * (kRotary / 2) + (pair - kPlain) / 2];
+    }
 
     const float top = warp_max(fmaxf(of_split[0].x, of_split[1].x));
     const float weight[2] = {exp2f((of_split[0].x - top) * kExp2Scale), exp2f((of_split[1].x - top) * kExp2Scale)};
-    uint64_t there = __ballot_sync(~0u, of_split[0].x != -INFINITY) | uint64_t(__ballot_sync(~0u, of_split[1].x != -INFINITY)) << 32;
-    if (once) there = ~0ull;
-    else load_splits(0, there);
     float total = weight[0] * of_split[0].y + weight[1] * of_split[1].y;
 #pragma unroll
     for (int offset = 16; offset; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
@@ -545,7 +578,7 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bflo
         }
     };
     add_splits(0);
-    for (int first = kMergeGroups * kAhead; first < splits; first += kMergeGroups * kAhead) load_splits(first, there), add_splits(first);
+    for (int first = kMergeGroups * kAhead; first < splits; first += kMergeGroups * kAhead) load_splits(first), add_splits(first);
     store(sums + group * kDim + column, reinterpret_cast<float(&)[4]>(sum[0]));
     store(sums + group * kDim + column + 4, reinterpret_cast<float(&)[4]>(sum[4]));
     __syncthreads();
@@ -564,7 +597,7 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bflo
 // window's `ring` rows and of `entries` entries (ratio 0: none); selected [tokens, top_k] (top_k 0: all entries). Working space: partial
 // [tokens, heads, splits, 512] bf16 and stats [tokens, heads, splits, 2], up to 64 splits. out [tokens, heads, 512] bf16. All but
 // positions, scales and selected are 16-byte aligned. A block has `block_heads` heads and takes `tile` units of 16 keys at a time: 8 and 2,
-// 16 and 2 or 5 if that is all of a split, else 16 and 3.
+// 16 and 2 or 5 if that is all of a split, else 32 and 4.
 extern "C" int attention(const float* q, const float* sink, const float* cos, const float* sin, const int64_t* positions,
                          const uint8_t* window_values, const uint8_t* window_scales, const uint8_t* entry_values,
                          const uint8_t* entry_scales, const int* selected, __nv_bfloat16* partial, float* stats, __nv_bfloat16* out,
@@ -572,7 +605,7 @@ extern "C" int attention(const float* q, const float* sink, const float* cos, co
                          int tile, float eps, cudaStream_t stream) {
     const Cache cache = {window_values, window_scales, entry_values, entry_scales, selected, ring, window_size, top_k ? top_k : entries,
                          ratio, top_k};
-    const int units = units_of(ring) + units_of(cache.entries), once = tile != 3;
+    const int units = units_of(ring) + units_of(cache.entries), once = block_heads != 32;
     if (splits < 1 || splits > kMaxSplits || (once && units > tile * splits)) return cudaErrorInvalidValue;
     float2* pairs = reinterpret_cast<float2*>(stats);
     const auto launch = [&](auto kernel, int bytes) {
@@ -582,9 +615,10 @@ extern "C" int attention(const float* q, const float* sink, const float* cos, co
     if (block_heads == 8 && tile == 2) launch(attention_split<8, 2, true>, Layout<8, 2>::kBytes);
     else if (block_heads == 16 && tile == 2) launch(attention_split<16, 2, true>, Layout<16, 2>::kBytes);
     else if (block_heads == 16 && tile == 5) launch(attention_split<16, 5, true>, Layout<16, 5>::kBytes);
-    else if (block_heads == 16 && tile == 3) launch(attention_split<16, 3, false>, Layout<16, 3>::kBytes);
+    else if (block_heads == 32 && tile == 4) launch(attention_split<32, 4, false>, Layout<32, 4>::kBytes);
     else return cudaErrorInvalidValue;
-    LAUNCH(attention_merge, dim3(heads, tokens), dim3(kMergeThreads), 4 * kMergeGroups * kDim, stream, partial, pairs, sink, cos, sin, out,
-           heads, splits, once);
+    const auto merge = splits <= 6 * kMergeGroups ? attention_merge<6> : attention_merge<9>;  // 33 splits in one round trip
+    LAUNCH(merge, dim3(heads, tokens), dim3(kMergeThreads), 4 * kMergeGroups * kDim, stream, partial, pairs, sink, cos, sin, out, heads,
+           splits);
     return cudaGetLastError();
 }

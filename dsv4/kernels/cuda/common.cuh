@@ -41,6 +41,20 @@ __device__ __forceinline__ void check_aligned(const void*, unsigned) {}
 
 #include "ptx.cuh"
 
+// Code for tensor memory (ptx.cuh) stands within this; a kernel that needs it is empty elsewhere, and its C function refuses before it
+// launches. The emulator is all architectures.
+#if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
+#define HAS_TENSOR_MEMORY
+#endif
+inline bool built_for_tensor_memory() {
+#if !defined(DSV4_EMULATOR) && defined(__CUDA_ARCH_LIST__)
+    constexpr int architectures[] = {__CUDA_ARCH_LIST__};  // one: build.py compiles for one
+    return architectures[0] >= 1000;
+#else
+    return true;
+#endif
+}
+
 // The C interface's `dtype` argument.
 enum Dtype { kFloat32 = 0, kBfloat16 = 1 };
 

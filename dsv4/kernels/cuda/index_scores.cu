@@ -7,19 +7,21 @@
 // nibbles come. Values are exact in bf16 and their products in fp32. Queries are made (RoPE, Hadamard, FP4) by every block for itself, a
 // warp for 4 heads.
 //
-// Prediction for one token, 262,144 entries: 17.8 MB, 4 us at 4.5 TB/s; 4.3 GFLOP, 6.7 us at 640 TFLOP/s of mma.sync; 770 instructions of a
-// warp for 128 mma, which take 750 to 830 cycles of its quarter of the SM: 9 us, and 2.5 for the launch, the queries and the first keys.
-// 32,768 entries: 4 us. Where nothing is computed: 1 us.
-// Measured on an H200: 4.4 us for 1,024 entries, 17.5 for 262,144 (docs/measurements.md).
-#include "common.cuh"
-#include "ptx.cuh"
+// With one token, expansion and products take turns: of the four warps of a quarter of the SM two expand 32 keys each (350 instructions of
+// a warp, most of them at half rate: 700 to 960 cycles for two) while the others multiply (256 mma: 1,650 cycles at 640 TFLOP/s). All four
+// in step, as they start, would leave the tensor cores idle for the first of these times in each of the four rounds of 262,144 entries.
+//
+// Measured on an H200 without turns, and with a round trip for the position of its own: 4.4 us for 1,024 entries, 17.5 for 262,144
+// (docs/measurements.md). Predicted with them: 3.8 us and 11: launch 1, position, queries and first keys 0.8, queries 0.9, the first
+// expansion 0.4, products 6.9 (4.3 GFLOP; the 17.8 MB of keys take 4), the last sums 0.5. Where nothing is computed: 1 us.
+#include "index_query.cuh"
 
-constexpr int kHeads = 64, kDim = 128, kRope = 64, kRatio = 4;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kBlocks = 132;                       // one for each SM of an H200
 constexpr int kMaxTokens = 8;
 constexpr int kTiles = 4, kEntries = 8 * kTiles;   // of a warp at a time
 constexpr int kSteps = kDim / 16, kRows = kHeads / 16;
+constexpr bool kTurns = true;                      // with one token; with more, the products are nearly all of the work
 // e2m1 bits moved into a bf16 are the value times 2^-126. The scale that undoes it would overflow, so keys stay times 2^-32 and weights get
 // 2^32. A key's scale beyond 2^33 (they are RMS-normed, so none comes near) counts as NaN, which is byte 255.
 constexpr unsigned kScaleShift = 126 - 32, kLargestScale = 254 - kScaleShift;
@@ -27,14 +29,8 @@ constexpr float kWeightFactor = 0x1p32f;
 
 struct Token {
     uint4 q[kRows][kSteps][32];                    // the A fragment of each lane
-    float weights[kHeads];                         // times (128 * 64)^-0.5 and kWeightFactor
+    float weights[kHeads];                         // times kHeadFactor and kWeightFactor
 };
-
-// Two values to bf16 and back: one conversion of a pair is several times as fast as two of one value.
-__device__ __forceinline__ void round_bf16(float& a, float& b) {
-    const uint32_t pair = pack_bf16(a, b);
-    a = bf16_lo(pair), b = bf16_hi(pair);
-}
 
 // x to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with its sign, |x| <= 6; ties to the even code: multiples of a step, by the rounding of an
 // addition.
@@ -43,50 +39,28 @@ __device__ __forceinline__ float round_e2m1(float x) {
     return (x + large) - large;
 }
 
-// The queries and weights of one token: lane 8 i + u of a warp has dims 16 u to 16 u + 15 of its head i.
-__device__ __forceinline__ void prepare(const float* q, const float* cos, const float* sin, const float* head_weights, Token& to) {
+// What a lane is given of a token's query: dims 16 u to 16 u + 15 of its warp's head i, where lane = 8 i + u; their angles, if they turn.
+struct Query { float v[16], cos[8], sin[8], weight; };
+
+__device__ __forceinline__ int head_of(int warp, int lane) { return warp / 4 * 16 + lane / 8 % 2 * 8 + warp % 4 * 2 + lane / 16; }
+
+__device__ __forceinline__ void ask(Query& query, const float* q, const float* cos, const float* sin, const float* head_weights,
+                                    int token) {
+    const int head = head_of(threadIdx.x / 32, threadIdx.x % 32);
+    load_index_query(q + (token * kHeads + head) * kDim, cos + token * (kRope / 2), sin + token * (kRope / 2), query.v, query.cos,
+                     query.sin);
+    query.weight = head_weights[token * kHeads + head];
+}
+
+// The queries and weights of one token.
+__device__ __forceinline__ void prepare(Query& query, Token& to) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, u = lane % 8;
-    const int row_tile = warp / 4, g = warp % 4 * 2 + lane / 16, upper = lane / 8 % 2, head = row_tile * 16 + upper * 8 + g;
-    float v[16];
+    const int row_tile = warp / 4, g = warp % 4 * 2 + lane / 16, upper = lane / 8 % 2;
+    float(&v)[16] = query.v;
+    const unsigned exponent = index_query(v, query.cos, query.sin);
+    const float scale = exponent == kNanScale ? NAN : __uint_as_float(exponent << 23);
 #pragma unroll
-    for (int i = 0; i < 16; i += 4) load(reinterpret_cast<float(&)[4]>(v[i]), q + head * kDim + u * 16 + i);
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) round_bf16(v[i], v[i + 1]);
-    if (u >= 4) {  // products rounded before they are added, as in the definition: a bit here can become a step of FP4
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float c = cos[(u - 4) * 8 + i], s = sin[(u - 4) * 8 + i], a = v[2 * i], b = v[2 * i + 1];
-            v[2 * i] = __fmul_rn(a, c) - __fmul_rn(b, s);
-            v[2 * i + 1] = __fmul_rn(a, s) + __fmul_rn(b, c);
-            round_bf16(v[2 * i], v[2 * i + 1]);
-        }
-    }
-#pragma unroll
-    for (int half = 1; half < 16; half *= 2)
-#pragma unroll
-        for (int i = 0; i < 16; i++)
-            if (!(i & half)) {
-                const float a = v[i], b = v[i + half];
-                v[i] = a + b, v[i + half] = a - b;
-            }
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) {
-        const float sign = lane & lanes ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], lanes));
-    }
-    unsigned largest = 0;  // magnitudes as integers, where NaN is above all
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-        v[i] *= 0.08838834764831845f, v[i + 1] *= 0.08838834764831845f;
-        round_bf16(v[i], v[i + 1]);
-        largest = max(largest, max(__float_as_uint(v[i]) & 0x7fffffffu, __float_as_uint(v[i + 1]) & 0x7fffffffu));
-    }
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    const unsigned exponent = (__float_as_uint(__uint_as_float(largest) * (1.0f / 6)) + 0x7fffff) >> 23;  // of the power of two at or above
-    const float scale = largest < 0x7f800000u ? __uint_as_float(exponent << 23) : NAN, inverse = __uint_as_float((254 - exponent) << 23);
-#pragma unroll
-    for (int i = 0; i < 16; i++) v[i] = round_e2m1(v[i] * inverse) * scale;
+    for (int i = 0; i < 16; i++) v[i] = round_e2m1(v[i]) * scale;
     // Word w of a block of 32 values has nibbles 0 to 7; pair j of it is nibbles j and j + 4, register j % 2 of step 2 w + j / 2.
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -95,20 +69,20 @@ __device__ __forceinline__ void prepare(const float* q, const float* cos, const 
             uint32_t* fragment = reinterpret_cast<uint32_t*>(&to.q[row_tile][2 * (u % 2 * 2 + half) + j / 2][g * 4 + u / 2]);
             fragment[j % 2 * 2 + upper] = pack_bf16(v[half * 8 + j], v[half * 8 + j + 4]);
         }
-    if (u == 0) to.weights[head] = head_weights[head] * 0.011048543456039806f * kWeightFactor;
+    if (u == 0) to.weights[head_of(warp, lane)] = query.weight * kHeadFactor * kWeightFactor;
 }
 
 // What a lane holds of 32 packed keys: 16 bytes of one key in each 8, and the four scales of key `lane`.
 struct Packed { uint4 words[kTiles]; uint32_t scales; };
 
-__device__ __forceinline__ void fetch(Packed& to, const uint8_t* values, const uint8_t* scales, int first, int n) {
+__device__ __forceinline__ void fetch(Packed& to, const uint8_t* values, const uint8_t* scales, int first, int capacity) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < kTiles; j++) {
         const int64_t entry = first + j * 8 + g;
-        to.words[j] = entry < n ? *reinterpret_cast<const uint4*>(values + entry * (kDim / 2) + t * 16) : uint4{0, 0, 0, 0};
+        to.words[j] = entry < capacity ? *reinterpret_cast<const uint4*>(values + entry * (kDim / 2) + t * 16) : uint4{0, 0, 0, 0};
     }
-    to.scales = first + lane < n ? *reinterpret_cast<const uint32_t*>(scales + int64_t(first + lane) * 4) : 0;
+    to.scales = first + lane < capacity ? *reinterpret_cast<const uint32_t*>(scales + int64_t(first + lane) * 4) : 0;
 }
 
 // Values j and j + 4 of a word of 8 nibbles, times 2^-126.
@@ -140,23 +114,36 @@ __global__ void __launch_bounds__(kThreads, 1)
 index_scores_kernel(const float* q, const float* cos, const float* sin, const float* head_weights, const uint8_t* values,
                     const uint8_t* scales, const int64_t* positions, float* scores, int tokens, int capacity, int top_k) {
     DYN_SMEM(Token, prepared);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stride = int(gridDim.x) * kWarps * kEntries;
+    int first = (int(gridDim.x) * warp + int(blockIdx.x)) * kEntries;  // blocks get equal parts, then warps
+    Query query;
+    Packed packed;
     grid_dependency_launch();
     grid_dependency_wait();
-    const int64_t visible = (positions[tokens - 1] + 1) / kRatio;
-    const int n = visible < capacity ? int(visible) : capacity, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // One round trip brings the position, the first token's query and the first keys, whether a token sees them or not.
+    const int64_t position = positions[tokens - 1];
+    fetch(packed, values, scales, first, capacity);
+    ask(query, q, cos, sin, head_weights, 0);
+    __syncthreads();  // for ptxas alone, which would put the reads behind the branch
+    const int64_t visible = (position + 1) / kRatio;
+    const int n = visible < capacity ? int(visible) : capacity;
     if (n <= top_k || int(blockIdx.x) * kEntries >= n) return;
-    const int stride = int(gridDim.x) * kWarps * kEntries;
-    int first = (int(gridDim.x) * warp + int(blockIdx.x)) * kEntries;  // blocks get equal parts, then warps
-    Packed packed;
-    fetch(packed, values, scales, first, n);
-    for (int token = 0; token < tokens; token++)
-        prepare(q + token * kHeads * kDim, cos + token * kRope / 2, sin + token * kRope / 2, head_weights + token * kHeads,
-                prepared[token]);
+    for (int token = 0;;) {
+        prepare(query, prepared[token]);
+        if (++token == tokens) break;
+        ask(query, q, cos, sin, head_weights, token);
+    }
     __syncthreads();
-    for (; first < n; first += stride) {
+    // With one token, half of the warps expand keys while the other half, two of each quarter of the SM, multiplies: kinds take turns.
+    const bool turns = kTurns && tokens == 1;
+    const int kind = warp / 4 % 2;
+    if (turns && kind == 1) bar_arrive(1, kThreads);  // it is the other kind's turn
+    for (int of_block = int(blockIdx.x) * kEntries; of_block < n; of_block += stride, first += stride) {  // as often in every warp
+        const bool more = of_block + stride < n;
         uint32_t b[kTiles][kSteps][2];
         expand(packed, b);
-        fetch(packed, values, scales, first + stride < n ? first + stride : n, n);
+        fetch(packed, values, scales, more ? first + stride : capacity, capacity);
+        if (turns) bar_sync(1 + kind, kThreads);
         for (int token = 0; token < tokens; token++) {
             float sum[kTiles][2] = {};  // of entries 2 t and 2 t + 1 of each 8, over the heads of this lane
 #pragma unroll 1
@@ -175,6 +162,7 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
 #pragma unroll
                     for (int i = 0; i < 2; i++) sum[j][i] = fmaf(lower, relu(c[j][2 + i]), fmaf(upper, relu(c[j][i]), sum[j][i]));
             }
+            if (turns && (kind == 0 || more)) bar_arrive(2 - kind, kThreads);
             // Over the 8 lanes of equal t; each round halves what a lane is responsible for, down to one entry.
             const bool far = lane & 16, middle = lane & 8, near = lane & 4;
             float of_half[2][2], of_tile[2];

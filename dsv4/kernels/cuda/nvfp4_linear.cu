@@ -10,10 +10,6 @@
 // 7,168 in 8 splits, a block reads 65 KB; 6 chunks, 110 KB, are on their way at once. Not measured: no B200 has run it.
 #include "tensor_map.cuh"
 
-#if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
-#define HAS_TENSOR_MEMORY
-#endif
-
 constexpr int kThreads = 128, kRows = 128, kRowBytes = 128, kSteps = 4;  // a chunk: 128 bytes of each row, four steps of 64 columns
 constexpr int kScaleTile = 512, kScales = kSteps * kScaleTile;           // of 128 rows and a step; of a chunk
 
@@ -166,10 +162,7 @@ template <int N> static cudaError_t launch(const uint8_t* weights, const uint8_t
 extern "C" int nvfp4_linear(const uint8_t* weights, const uint8_t* weight_scales, const uint8_t* x, const uint8_t* x_scales,
                             const float* row_scales, void* out, int tokens, int rows, int columns, int splits, float scale,
                             cudaStream_t stream) {
-#if !defined(DSV4_EMULATOR) && defined(__CUDA_ARCH_LIST__)
-    constexpr int architectures[] = {__CUDA_ARCH_LIST__};  // one: build.py compiles for one
-    if (architectures[0] < 1000) return cudaErrorNotSupported;
-#endif
+    if (!built_for_tensor_memory()) return cudaErrorNotSupported;
     const int most = (columns + 255) / 256;
     if (columns % 32 || tokens < 1 || tokens > 128 || splits < 1 || splits > 8 || splits > most) return cudaErrorInvalidValue;
     const Plan plan{weight_scales, x_scales, row_scales, static_cast<__nv_bfloat16*>(out), tokens, rows, (columns + 63) / 64, splits,

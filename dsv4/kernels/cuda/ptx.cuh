@@ -203,9 +203,16 @@ PTX_FN uint64_t tensor_operand(const void* first, Swizzle swizzle, unsigned grou
     return code << 61 | uint64_t(1) << 46 | static_cast<uint64_t>(group_bytes >> 4 & 0x3fff) << 32 |
            static_cast<uint64_t>(cell_bytes >> 4 & 0x3fff) << 16 | (ptx::shared_address(first) >> 4 & 0x3fff);
 }
+// b the other way round: rows of shared memory are along K and hold N values each, in strips of 64 (128 bytes, swizzled); the next 64 of N
+// are `strip_bytes` further, the next 8 of K `group_bytes`. The same memory is a matrix of 64 columns for tensor_operand.
+PTX_FN uint64_t tensor_operand_across(const void* first, unsigned group_bytes, unsigned strip_bytes) {
+    return tensor_operand(first, Swizzle::k128, group_bytes, strip_bytes);
+}
 // The instruction descriptors of d [128, columns] in fp32.
 constexpr uint32_t kTensorBf16 = 8u << 24 | 1u << 10 | 1u << 7 | 1u << 4, kTensorE4m3 = 8u << 24 | 1u << 4,
-                   kTensorNvfp4 = 1u << 27 | 1u << 10 | 1u << 7;
+                   kTensorNvfp4 = 8u << 24 | 1u << 10 | 1u << 7, kTensorMxfp4 = kTensorNvfp4 | 1u << 23;
+constexpr uint32_t kTensorUpperScales = 2u << 29 | 2u << 4;  // of tensor_mma_mxfp4, to be added
+constexpr uint32_t kTensorAcross = 1u << 16;                 // of tensor_mma_bf16, to be added: b as tensor_operand_across has it
 __host__ __device__ constexpr uint32_t tensor_shape(uint32_t kind, unsigned columns) { return kind | columns / 8 << 17; }
 
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
@@ -236,6 +243,15 @@ PTX_FN void tensor_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t shape,
         "l"(a), "l"(b), "r"(shape), "r"(a_scales), "r"(b_scales), "r"(static_cast<uint32_t>(add))
         : "memory");
 }
+// 64 e2m1 values of a row, and two ue8m0 scales, each of 32 values: bytes 0 and 1 of the cells where tensor_mma_nvfp4 has its four, or with
+// kTensorUpperScales bytes 2 and 3.
+PTX_FN void tensor_mma_mxfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t shape, uint32_t a_scales, uint32_t b_scales, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %6, 0;\ntcgen05.mma.cta_group::1.kind::mxf4.block_scale.block32 [%0], %1, %2, %3, [%4], [%5], "
+        "p;\n}" ::"r"(d),
+        "l"(a), "l"(b), "r"(shape), "r"(a_scales), "r"(b_scales), "r"(static_cast<uint32_t>(add))
+        : "memory");
+}
 // 32 rows of 16 bytes to 4 columns, the same for each 32 lanes.
 PTX_FN void tensor_copy_scales(uint32_t to, uint64_t from) {
     asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" :: "r"(to), "l"(from) : "memory");
@@ -254,10 +270,24 @@ PTX_FN void tensor_store_8(uint32_t to, const uint32_t (&r)[8]) {
                  : "memory");
 }
 PTX_FN void tensor_wait_load() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
+template <int N> PTX_FN void tensor_wait_load(uint32_t (&r)[N][8]) {  // and no arithmetic on r is moved before it
+    tensor_wait_load();
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) asm volatile("" : "+r"(r[i][j]));
+}
 PTX_FN void tensor_wait_store() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
 // Before a barrier that hands tensor memory on to other threads, and after it.
 PTX_FN void tensor_fence_before() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
 PTX_FN void tensor_fence_after() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
+// a b + c of two floats at once, each rounded once (from sm_100 on).
+PTX_FN float2 fma_f32x2(float2 a, float2 b, float2 c) {
+    float2 d;
+    asm("{\n.reg .b64 a, b, c, d;\nmov.b64 a, {%2, %3};\nmov.b64 b, {%4, %5};\nmov.b64 c, {%6, %7};\nfma.rn.f32x2 d, a, b, c;\n"
+        "mov.b64 {%0, %1}, d;\n}" : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
+    return d;
+}
 #endif
 
 // ---- 16 bytes of weights, read once: not kept in L1, the first to leave L2. Volatile: it stays before grid_dependency_wait().
