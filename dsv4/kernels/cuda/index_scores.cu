@@ -112,8 +112,11 @@ __device__ __forceinline__ float relu(float x) { return max_nan(x, 0.0f); }
 
 __global__ void __launch_bounds__(kThreads, 1)
 index_scores_kernel(const float* q, const float* cos, const float* sin, const float* head_weights, const uint8_t* values,
-                    const uint8_t* scales, const int64_t* positions, float* scores, int tokens, int capacity, int top_k) {
+                    const uint8_t* scales, const int64_t* positions, float* scores, int all_tokens, int capacity, int top_k) {
     DYN_SMEM(Token, prepared);
+    const int first_token = blockIdx.y * kMaxTokens, tokens = min(all_tokens - first_token, kMaxTokens);
+    q += int64_t(first_token) * kHeads * kDim, cos += first_token * (kRope / 2), sin += first_token * (kRope / 2);
+    head_weights += first_token * kHeads, positions += first_token, scores += int64_t(first_token) * capacity;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stride = int(gridDim.x) * kWarps * kEntries;
     int first = (int(gridDim.x) * warp + int(blockIdx.x)) * kEntries;  // blocks get equal parts, then warps
     Query query;
@@ -182,13 +185,15 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
 }
 
 // q [tokens, 64 * 128], cos and sin [tokens, 32], head_weights [tokens, 64] fp32; values [capacity, 64] and scales [capacity, 4] uint8
-// (IndexKeys); positions [tokens] int64 -> scores [tokens, capacity] fp32. tokens 1 to 8, values at a multiple of 16 bytes.
+// (IndexKeys); positions [tokens] int64 -> scores [tokens, capacity] fp32. tokens from 1 on, of which 8 share
+// what is read of the keys (blockIdx.y), values at a multiple of 16 bytes.
 extern "C" int index_scores(const float* q, const float* cos, const float* sin, const float* head_weights, const uint8_t* values,
                             const uint8_t* scales, const int64_t* positions, float* scores, int tokens, int capacity, int top_k,
                             cudaStream_t stream) {
-    if (tokens < 1 || tokens > kMaxTokens) return cudaErrorInvalidValue;
+    if (tokens < 1) return cudaErrorInvalidValue;
     const int units = (capacity + kEntries - 1) / kEntries, blocks = units < kBlocks ? units : kBlocks;
-    LAUNCH(index_scores_kernel, dim3(blocks), dim3(kThreads), tokens * sizeof(Token), stream, q, cos, sin, head_weights, values, scales,
+    LAUNCH(index_scores_kernel, dim3(blocks, (tokens + kMaxTokens - 1) / kMaxTokens), dim3(kThreads),
+           min(tokens, kMaxTokens) * sizeof(Token), stream, q, cos, sin, head_weights, values, scales,
            positions, scores, tokens, capacity, top_k);
     return cudaGetLastError();
 }
