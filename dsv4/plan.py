@@ -466,7 +466,8 @@ def prompt_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: i
     queries, ring = c.num_attention_heads * c.head_dim, c.sliding_window + MAX_TOKENS
     most = 0
     for ratio in {*c.compress_ratios}:
-        projected = c.q_lora_rank + c.head_dim + {0: 0, 4: 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads, 128: 2 * c.head_dim}[ratio]
+        compressed = {0: 0, 4: 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads, 128: 2 * c.head_dim}[ratio]
+        projected = c.q_lora_rank + c.head_dim + compressed
         entries = {0: 0, 4: c.index_topk, 128: context // 128}[ratio]
         splits = shares_of(-(-ring // UNIT) - (-entries // UNIT), c.num_attention_heads, tokens)["splits"]
         index_q, scores = (c.index_n_heads * c.index_head_dim, context // 4 + c.index_topk) if ratio == 4 else (0, 0)

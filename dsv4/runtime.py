@@ -87,8 +87,8 @@ def choose_backend(backend: str, checkpoint: Checkpoint, layers: Iterable[int], 
 
 
 def choose_steps(checkpoint: Checkpoint, layers: Iterable[int], devices: list[torch.device], machine: Machine | None = None) -> str | None:
-    """Where the kernels run: lets a prompt's steps have more than 8 tokens (ops.allow_prompts) if all devices, or the assumed machine's, and
-    all weights are such as the products for that take. Returns what keeps a prompt at 8 tokens a step.
+    """Where the kernels run: lets a prompt's steps have more than 8 tokens (ops.allow_prompts) if all devices, or the assumed machine's,
+    and all weights are such as the products for that take. Returns what keeps a prompt at 8 tokens a step.
 
     FP8 scales that are not powers of two by their dtype are read; of a checkpoint whose shards are not here they count as taken.
     """

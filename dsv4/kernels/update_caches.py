@@ -44,9 +44,9 @@ def _pool(part: str, tensors: tuple | None, pool, S: int, ratio: int, dim: int, 
 def update_caches(qa: torch.Tensor, kv: torch.Tensor, q_norm: torch.Tensor, kv_norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                   window: Keys | Window, compressed: tuple, pools: tuple, entry_cos: torch.Tensor | None, entry_sin: torch.Tensor | None,
                   positions: torch.Tensor, eps: float, quantize: bool) -> torch.Tensor:
-    """S = 1..1,024 tokens at consecutive positions int64 [S], a launch for each 8: RMS norm of the query's latent, returned; RMS norm and RoPE
-    of the keys, packed into `window`: kv[s] in row positions[s] % R of R (a Window's rings both); the tokens into the pools' states,
-    and the entries that they close.
+    """S = 1..1,024 tokens at consecutive positions int64 [S], a launch for each 8: RMS norm of the query's latent, returned; RMS norm and
+    RoPE of the keys, packed into `window`: kv[s] in row positions[s] % R of R (a Window's rings both); the tokens into the pools'
+    states, and the entries that they close.
 
     qa [S, q_rank], kv [S, 512], q_norm [q_rank], kv_norm [512], cos and sin [S, 32], fp32; R at least S or 8, q_rank a multiple of 4 up to
     2,048 -> bf16 [S, q_rank]. pools: ops.Pool with packed entries, all else fp32: none (SWA), one of ratio r = 128, or of r = 4 first

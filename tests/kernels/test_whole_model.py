@@ -29,8 +29,9 @@ def load(name: str, chunk: int | None = None) -> Model:
     if chunk:
         ops.allow_prompts()
     checkpoint = Checkpoint.open(FOLDER)
-    plan = make_plan(checkpoint, [CPU], layers=range(checkpoint.config.num_hidden_layers), context=CONTEXT,
-                     chunk=chunk or ops.max_tokens() or CONTEXT, dtype=torch.bfloat16, free_bytes=runtime.free_bytes, expand=name == "torch")
+    layers, chunk = range(checkpoint.config.num_hidden_layers), chunk or ops.max_tokens() or CONTEXT
+    plan = make_plan(checkpoint, [CPU], layers=layers, context=CONTEXT, chunk=chunk, dtype=torch.bfloat16, free_bytes=runtime.free_bytes,
+                     expand=name == "torch")
     return Model(checkpoint, plan, Numerics(dtype=torch.bfloat16, keep_dequantised=plan.keep_dequantised))
 
 
