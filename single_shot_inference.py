@@ -282,7 +282,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
             run.last_row(answer.ids)
         if hop := hop_us(model):
             run.timing["hop_us"] = hop
-        streamed = streaming.report(model.supplies.values())
+        streamed = streaming.report(model.supplies.values(), run.timing.get("decode_ms_median"))
     except Interrupt.Stop:
         finish, exit_code = "interrupt", 130
     except UserError as error:  # what was generated before it is kept

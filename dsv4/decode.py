@@ -55,13 +55,14 @@ def capture(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], N
     """`work` on a GPU as a CUDA graph: what replays it, and its result, whose tensors every replay fills anew. Nothing runs yet.
 
     Where experts are streamed the graph is cut: the host brings those that the part before has chosen. The parts share one pool of memory,
-    as they are replayed in the order of their capture.
+    as they are replayed in the order of their capture, and one stream, of this GPU: torch's own for captures is of the first GPU that one
+    was made on, and would leave the others' work outside.
     """
     parts: list[Callable[[], None]] = []
 
     def begin():
         graph = torch.cuda.CUDAGraph()
-        capturing.enter_context(torch.cuda.graph(graph, pool=pool))
+        capturing.enter_context(torch.cuda.graph(graph, pool=pool, stream=stream))
         parts.append(graph.replay)
 
     def cut(bring):
@@ -70,7 +71,7 @@ def capture(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], N
         begin()
 
     with torch.cuda.device(device), contextlib.ExitStack() as capturing, streaming.cutting(cut):
-        pool = torch.cuda.graph_pool_handle()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         begin()
         out = work()
 

@@ -30,7 +30,8 @@ def run_line(timing: dict, memory: dict, planned: dict, finish: str, streamed: d
         parts.append(f"hop {timing['hop_us']:.1f} us")
     if streamed:
         parts.append(f"streamed {human_bytes(streamed['bytes'])} from {streamed['from']} at {streamed['gb_per_s']:.2f} GB/s, "
-                     f"{100 * streamed['fraction']:.0f} % of {streamed['measured_gb_per_s']:.2f} measured")
+                     f"{100 * streamed['fraction']:.0f} % of {streamed['measured_gb_per_s']:.2f} measured"
+                     + (f", {streamed['decode_gb_per_s']:.2f} over a token's time" if streamed["decode_gb_per_s"] else ""))
     parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB (planned {planned[name] / 2**20:,.0f})"
                                             for name, size in memory.items()))
     return " | ".join(parts)

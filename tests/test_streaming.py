@@ -255,16 +255,20 @@ def test_the_clock_runs_while_something_moves(monkeypatch):
 
 def test_the_report_sets_the_rate_beside_the_measured_one(monkeypatch):
     class Fake:
-        source, tally = "disk", Tally()
+        source, tally, top_k, layers = "disk", Tally(), 6, range(5)
 
         def rate(self):
             return 4.0
 
     assert streaming.report([]) is None and streaming.report([Fake()]) is None
-    Fake.tally.bytes, Fake.tally.seconds = 3 * 10**9, 1.0
+    Fake.tally.bytes, Fake.tally.seconds, Fake.tally.experts = 3 * 10**9, 1.0, 300
     told = streaming.report([Fake()])
-    assert told == {"from": "disk", "bytes": 3 * 10**9, "seconds": 1.0, "gb_per_s": 3.0, "measured_gb_per_s": 4.0, "fraction": 0.75}
+    assert told == {"from": "disk", "bytes": 3 * 10**9, "seconds": 1.0, "gb_per_s": 3.0, "measured_gb_per_s": 4.0, "fraction": 0.75,
+                    "token_bytes": 300 * 10**6, "decode_gb_per_s": None}
     assert "streamed 3.00 GB from disk at 3.00 GB/s, 75 % of 4.00 measured | peak" in run_line({}, {"host": 0}, {"host": 0}, "stop", told)
+    told = streaming.report([Fake()], token_ms=120.0)
+    assert told["decode_gb_per_s"] == 2.5
+    assert " of 4.00 measured, 2.50 over a token's time | peak" in run_line({}, {"host": 0}, {"host": 0}, "stop", told)
 
 
 def test_the_measured_rate_is_of_experts_that_were_not_read(reader):
@@ -337,7 +341,7 @@ def test_what_was_answered_before_a_fault_is_kept(run, folder, monkeypatch):  # 
 
 
 def test_a_captured_step_is_cut_where_the_host_brings_experts(monkeypatch):
-    """Graphs and what is between them, in order; one pool for all; nothing is brought while it is captured."""
+    """Graphs and what is between them, in order; one pool and one stream of the device for all; nothing is brought while it is captured."""
     told = []
 
     class Graph:
@@ -351,11 +355,11 @@ def test_a_captured_step_is_cut_where_the_host_brings_experts(monkeypatch):
             told.append(f"replay {self.number}")
 
     class Capture:
-        def __init__(self, graph, pool):
-            self.graph, self.pool = graph, pool
+        def __init__(self, graph, pool, stream):
+            self.graph, self.where = graph, f"{pool} {stream}"
 
         def __enter__(self):
-            told.append(f"begin {self.graph.number} {self.pool}")
+            told.append(f"begin {self.graph.number} {self.where}")
 
         def __exit__(self, *_):
             told.append(f"end {self.graph.number}")
@@ -366,7 +370,8 @@ def test_a_captured_step_is_cut_where_the_host_brings_experts(monkeypatch):
 
         __enter__ = __exit__ = lambda *_: None
 
-    for name, value in (("CUDAGraph", Graph), ("graph", Capture), ("device", Device), ("graph_pool_handle", lambda: "pool")):
+    for name, value in (("CUDAGraph", Graph), ("graph", Capture), ("device", Device), ("graph_pool_handle", lambda: "pool"),
+                        ("Stream", lambda device: f"stream of {device}")):
         monkeypatch.setattr(torch.cuda, name, value)
 
     def work():
@@ -377,7 +382,8 @@ def test_a_captured_step_is_cut_where_the_host_brings_experts(monkeypatch):
 
     replay, out = decode.capture(CPU, work)
     assert out == "out" and streaming._cut is None
-    assert told == ["begin 0 pool", "work 1", "end 0", "begin 1 pool", "work 2", "end 1", "begin 2 pool", "end 2"]
+    where = "pool stream of cpu"
+    assert told == [f"begin 0 {where}", "work 1", "end 0", f"begin 1 {where}", "work 2", "end 1", f"begin 2 {where}", "end 2"]
     told.clear()
     replay(), replay()
     assert told == 2 * ["replay 0", "bring 1", "replay 1", "bring 2", "replay 2"]
@@ -532,10 +538,12 @@ def test_a_run_tells_what_it_streamed(run):  # noqa: F811
     code, out, _ = run("--json", *LITTLE, "--temperature", 0, question)
     got = json.loads(out)
     assert code == 0 and want["streamed"] is None and got["output_ids"] == want["output_ids"]
-    assert list(got["streamed"]) == ["from", "bytes", "seconds", "gb_per_s", "measured_gb_per_s", "fraction"]
+    assert list(got["streamed"]) == ["from", "bytes", "seconds", "gb_per_s", "measured_gb_per_s", "fraction", "token_bytes",
+                                      "decode_gb_per_s"]
     tokens = len(got["output_ids"]) - 1 + len(got["prompt_ids"])
     one = 41_480  # bytes of an expert; a token has two in each of four layers, which tokens of a chunk may share
     assert got["streamed"]["from"] == "disk" and 0.4 * 8 * tokens * one < got["streamed"]["bytes"] < 1.05 * 8 * tokens * one
+    assert got["streamed"]["token_bytes"] == pytest.approx(8 * one, rel=0.01) and got["streamed"]["decode_gb_per_s"] > 0
     code, out, err = run(*LITTLE, "--temperature", 0, question)
     assert (code, out) == (0, "The capital of France is Paris.\n") and " | streamed " in err and " from disk at " in err
 
