@@ -274,7 +274,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
             fill(run.cache)
             run.cache.position = args.past
         run.timing["load_s"] = time.perf_counter() - loading
-        logits = run.prefill(ids, plan.chunk)
+        logits = run.prefill(ids)
         run.timing["first_token_s"] = time.perf_counter() - started
         finish = run.decode(logits, answer, args.max_new_tokens)
         exit_code = 130 if finish == "interrupt" else 0
@@ -474,26 +474,33 @@ class Run:
         import torch
 
         from dsv4.decode import decoder
+        from dsv4.prefill import Prefill
 
         self.model, self.interrupt, self.cache = model, interrupt, model.new_cache()
-        self.decoder = decoder(model, self.cache, sampler)
+        self.reader, self.decoder = Prefill(model, self.cache), decoder(model, self.cache, sampler)
         # One row a token, fp32 on the host, allocated once: the plan counted it.
         self.rows = torch.empty(self.cache.context, model.config.vocab_size) if keep_logits else None
         self.timing: dict[str, float] = {}
 
-    def prefill(self, ids: list[int], chunk: int):
+    def prefill(self, ids: list[int]):
         """Reads the prompt in chunks; returns the logits after its last token."""
-        start, begun, logits = time.perf_counter(), self.cache.position, None
+        start, begun = time.perf_counter(), self.cache.position
+        self.interrupt.check()
         try:
-            with progress_bar(len(ids), "prefill", "tok", hidden=len(ids) <= chunk) as bar:
-                for i in range(0, len(ids), chunk):
-                    self.interrupt.check()
-                    logits = self._forward(ids[i : i + chunk], "last" if i + chunk >= len(ids) else "none")
-                    bar.update(min(chunk, len(ids) - i))
+            with progress_bar(len(ids), "prefill", "tok", hidden=len(ids) <= self.cache.chunk) as bar:
+
+                def on_chunk(tokens, rows):
+                    end = self.cache.position
+                    if rows is not None:
+                        self.rows[end - tokens : end] = rows
+                    bar.update(tokens)
+                    if end < begun + len(ids):  # what is read to its end is used
+                        self.interrupt.check()
+
+                return self.reader.read(ids, on_chunk, rows=self.rows is not None)
         finally:
             tokens, seconds = self.cache.position - begun, time.perf_counter() - start
             self.timing |= {"prefill_s": seconds, "prefill_tokens": tokens, "prefill_tokens_per_s": tokens / seconds}
-        return logits
 
     def decode(self, logits, answer: Answer, max_new_tokens: int) -> str:
         """Samples, streams and feeds back until the end; returns the finish reason."""
@@ -521,17 +528,10 @@ class Run:
             if len(times) > 1:  # the mean has what the first step does once (graphs are captured), the median has not
                 self.timing["decode_ms_median"] = 1e3 * statistics.median(times[1:])
 
-    def _forward(self, ids, logits):
-        if self.rows is None:
-            return self.model.forward(ids, self.cache, logits)
-        out, end = self.model.forward(ids, self.cache, "all"), self.cache.position
-        self.rows[end - len(ids) : end] = out
-        return out[-1]
-
     def last_row(self, generated: list[int]) -> None:
         """Runs the last generated token too, if the context has room: a dump has a row for every token."""
         if generated and self.cache.position < self.cache.context:
-            self._forward(generated[-1:], "all")
+            self.rows[self.cache.position - 1] = self.model.forward(generated[-1:], self.cache)
 
     def dump_logits(self, path: Path, ids: list[int]) -> None:
         """Writes the row of every token that was run. Atomic: a new file or none."""

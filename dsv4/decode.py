@@ -201,7 +201,11 @@ def hop_us(model: Model, trips: int = 32) -> float | None:
     return slowest
 
 
+def captures() -> bool:
+    """Whether steps are captured: where the kernels run, unless DSV4_SYNC=1 asks for one launch at a time. Definitions look at values."""
+    return ops.max_tokens() is not None and not launch.SYNC
+
+
 def decoder(model: Model, cache: Cache, sampler: Sampler) -> Decoder:
-    """Graphs where the kernels run, unless DSV4_SYNC=1 asks for one launch at a time; the definitions step by step."""
-    graphs = ops.max_tokens() is not None and not launch.SYNC
-    return (GraphDecoder if graphs else Decoder)(model, cache, sampler)
+    """Graphs where steps are captured, else step by step."""
+    return (GraphDecoder if captures() else Decoder)(model, cache, sampler)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -220,18 +221,36 @@ class _Loading:
             while not self._finished():
                 self._deliver(TICK)
             self._deliver()
-        finally:
+        except BaseException:  # Ctrl-C, or what on_progress raised
             self._stop()
-            for worker in workers:
-                if worker.ident is not None:
-                    worker.join()
+            self._end(workers)
+            self._give_back()
+            raise
+        self._stop()
+        self._end(workers)
         if self.error is not None:
-            self.made.clear()
-            self.lanes.clear()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            self._give_back()
             raise self.error
         return self.made
+
+    @staticmethod
+    def _end(workers):
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+
+    def _give_back(self):
+        """All memory, whoever still holds the error: parts, and the units, whose lanes refer to each other."""
+        self.made.clear()
+        for lane in self.lanes:
+            for reading in lane.readings:
+                for unit in reading.units.values():
+                    unit.places = None
+                reading.units = {}
+            lane.waiting.clear()
+            lane.pieces.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _deliver(self, wait=0.0):
         """In the calling thread: tells `on_progress` what there is, after at most `wait` seconds, or, every TICK, that there is nothing."""
@@ -262,7 +281,25 @@ class _Loading:
             pass
         except BaseException as error:
             short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-            self._stop(_out_of_memory(part()) if short and part() else error)
+            if short and part():
+                error.__traceback__ = None  # its frames hold what was being made
+                error = self._out_of_memory(part(), str(error))
+            self._stop(error)
+
+    def _out_of_memory(self, part, found):
+        """What to do, and how much is missing: of what is still to come as it lies in the files, or of what was asked for last."""
+        parts = next(lane.parts for lane in self.lanes if lane.device == part.device)
+        behind = parts[parts.index(part) :]
+        todo, free = sum(p.nbytes for p in behind), None
+        with contextlib.suppress(RuntimeError):  # a GPU whose driver says nothing more
+            free = max(0, runtime.free_bytes(part.device))
+        asked = re.search(r"Tried to allocate ([\d.]+) ([KMG]?)i?B", found)
+        least = int(float(asked[1]) * 1024 ** " KMG".index(asked[2] or " ")) if asked else 0
+        told, most = "" if free is None else f", {human_bytes(free)} are free", max(todo, least)
+        told += f": {human_bytes(most - free)} or more missing" if free is not None and most > free else ""
+        return DoesNotFit(f"{part.device}: out of memory while loading {part.name}: it needs {human_bytes(part.nbytes)}, with the "
+                          f"{len(behind) - 1} parts behind it {human_bytes(todo)}, and room to pack it{told}: end what else uses this "
+                          "memory, or give more --devices, a smaller --context or fewer --layers")
 
     # ---- binding: a thread a device, which begins its units and takes their tensors
 
@@ -454,12 +491,3 @@ def _units(checkpoint: Checkpoint, needs: list[Need]) -> list[_Unit]:
             units.append(_Unit([(run, False) for run in runs_of(group, GAP)]))
             group, size = [], 0
     return units
-
-
-def _out_of_memory(part):
-    try:
-        free = f", {human_bytes(max(0, runtime.free_bytes(part.device)))} are free"
-    except RuntimeError:  # a GPU whose driver says nothing more
-        free = ""
-    return DoesNotFit(f"{part.device}: out of memory while loading {part.name}: it needs {human_bytes(part.nbytes)} and room to pack it"
-                      f"{free}: give more --devices, a smaller --context or fewer --layers")

@@ -87,16 +87,15 @@ class Model:
         tokens do not fit the context or the vocabulary, CheckpointError when streams or logits are not finite, with the first layer.
         """
         self.check(ids, cache)
+        if len(ids) > cache.chunk:
+            raise UserError(f"the caches take {cache.chunk} tokens a step, found {len(ids)}: give fewer, or plan for a larger chunk")
         device, end = self.embed.device, cache.position + len(ids)
         finite = {}  # each stays on its device until something is wrong
         X = self.run(torch.tensor(ids, device=device), torch.arange(cache.position, end, device=device), cache, finite)
         out = None if logits == "none" else self.head(X if logits == "all" else X[-1:])
         # What is not finite in the streams stays so to the last layer: one look, and only then at which layer it began.
         fine = X.isfinite().all()
-        if not (fine if out is None else fine & out.isfinite().all()):
-            where = next((name for name, ok in finite.items() if not ok), "the head")
-            raise CheckpointError(f"non-finite logits after {end} tokens: expected finite numbers, {where} made the first that "
-                                  "are not: its weights are corrupt, or activations overflow; helpers/compare_oracle.py looks inside")
+        self.refuse_non_finite(bool(fine if out is None else fine & out.isfinite().all()), finite, end)
         cache.position = end  # only now: a refused or interrupted call counts no tokens
         return out if out is None or logits == "all" else out[0]
 
@@ -105,17 +104,18 @@ class Model:
 
         `finite`, if given, gets a flag for the embedding and for each layer.
         """
-        X = self.embedded(ids)
-        if finite is not None:
-            finite["the embedding"] = X.isfinite().all()
+        X = self.embedded(ids, finite)
         for share in self.plan.devices:
             ids, positions = ids.to(share.device), positions.to(share.device)
             X = self.run_share(share, X.to(share.device), ids, positions, cache, finite)
         return X
 
-    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, ids: torch.Tensor, finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The streams [S, n, D] before the first layer: every stream is the token's embedding."""
-        return self.embed[ids].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        X = self.embed[ids].to(self.numerics.dtype)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        if finite is not None:
+            finite["the embedding"] = X.isfinite().all()
+        return X
 
     def run_share(self, share: DevicePlan, X: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, cache: Cache,
                   finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
@@ -131,14 +131,22 @@ class Model:
         return streams.settled()
 
     def check(self, ids: list[int], cache: Cache) -> None:
-        """Raises UserError unless these tokens are of the vocabulary and fit the cache and its chunk."""
+        """Raises UserError unless these tokens are of the vocabulary and fit the cache."""
         if not ids:
             raise UserError("expected at least one token, found none")
         if cache.position + len(ids) > cache.context:
             raise UserError(f"the caches hold {cache.context} tokens, found {cache.position + len(ids)}: plan for more with --context")
-        if len(ids) > cache.chunk:
-            raise UserError(f"the caches take {cache.chunk} tokens a step, found {len(ids)}: give fewer, or plan for a larger chunk")
         self.config.check_tokens(ids)
+
+    @staticmethod
+    def refuse_non_finite(fine: bool, finite: dict[str, torch.Tensor], tokens: int) -> None:
+        """Raises CheckpointError unless `fine`, with the first of the flags of `run` that is not set; without any, with how to get them."""
+        if fine:
+            return
+        where = next((name for name, ok in finite.items() if not ok), "the head")
+        raise CheckpointError(f"non-finite logits after {tokens} tokens: expected finite numbers, " + (
+            f"{where} made the first that are not: its weights are corrupt, or activations overflow; helpers/compare_oracle.py looks inside"
+            if finite else "found others: DSV4_SYNC=1 names the first layer that makes them"))
 
 
 def loaded_bytes(checkpoint: Checkpoint, plan: Plan, layer: int) -> int:

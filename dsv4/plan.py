@@ -32,7 +32,7 @@ from .ops.linear import TILE as LINEAR_TILE
 class DevicePlan:
     """One device's share: the layers it runs and bytes by purpose.
 
-    weights, cache: kept. scratch: held besides at the peak of a step. graphs: the captured decode step's own memory. loading: held
+    weights, cache: kept. scratch: held besides at the peak of a step. graphs: the captured steps' own memory. loading: held
     besides the weights at the peak of the load, before there are caches. reserved: left free for what no tensor shows (machines.py).
     streamed: the layers whose routed experts stay elsewhere, which are so many `streamed_bytes` there; slots: room for those on their way.
     """
@@ -282,11 +282,18 @@ class Planner:
             weights += step.kept
             peak = max(peak, weights + min(ahead + 2 * step.unit, step.passing + unread) + step.loading)
         scratch = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
-        graphs = sum(trial[n] for n in layers) + self._step(room.device, wish, 1, form) if self.packs else 0
+        scratch += 8 * wish.context + (0 if first else 2 * self._streams(wish))  # the prompt, and where streams arrive (prefill.py)
+        graphs = 0
+        if self.packs:  # of a token, captured behind a run on a small cache, and of a chunk
+            graphs = sum(trial[n] for n in layers) + sum(self._step(room.device, wish, n, form) for n in {1, wish.chunk})
         return DevicePlan(room.device, layers, weights, sum(caches[n] for n in layers), scratch, room.free, graphs, peak - weights,
                           reserved(weights) if room.device.type == "cuda" else 0, streamed,
                           sum(sizes.layers[n].expert * self.checkpoint.config.n_routed_experts for n in streamed),
                           self._slots(form, room.device, wish, streamed, stream))
+
+    def _streams(self, wish):
+        """A chunk's, as they go from device to device."""
+        return wish.chunk * self.checkpoint.config.hc_mult * self.checkpoint.config.hidden_size * wish.dtype.itemsize
 
     def _slots(self, form, device, wish, streamed, stream):
         """Room for the experts of streamed layers that are on their way (streaming.py)."""

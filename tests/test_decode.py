@@ -30,7 +30,8 @@ def fake_capture(device, work):
         if replays:
             again = work()
             for old, new in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (out, again)), strict=True):
-                old.copy_(new)
+                if old is not None:
+                    old.copy_(new)
         replays.append(device)
 
     return replay, out
@@ -48,6 +49,31 @@ def answer(kind, model, prompt, steps, **sampling):
         rows.append(it.logits.clone())
     assert cache.position == len(prompt) + steps
     return tokens, torch.stack(rows), sampler.seen
+
+
+def test_a_capture_is_on_a_stream_of_its_gpu(monkeypatch):
+    """torch.cuda.graph without one takes a stream of the GPU that was captured on first: the second GPU's work would run, uncaptured."""
+    log, there = [], torch.device("cuda", 1)
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+
+    @contextlib.contextmanager
+    def inside(what, *args):
+        log.append((what, *args))
+        yield
+        log.append(("end", what))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: inside("device", device))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream=None: inside("graph", stream))
+    replay, out = decode.capture(there, lambda: log.append("work") or 7)
+    assert log == [("device", there), ("graph", ("stream", there)), "work", ("end", "graph"), ("end", "device")] and out == 7
+    replay()
+    assert log[5:] == [("device", there), "replay", ("end", "device")]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

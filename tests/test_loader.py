@@ -2,12 +2,14 @@
 and no thread outlives a loading."""
 
 import errno
+import gc
 import json
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -481,8 +483,56 @@ def test_memory_that_runs_out(checkpoint, monkeypatch, error, where):
         monkeypatch.setattr(loader, "_units", fail)
     with pytest.raises(DoesNotFit) as caught:
         load(checkpoint, parts)
-    text, start = str(caught.value), "cpu: out of memory while loading part 0: it needs 1.00 kB and room to pack it, "
-    assert text.startswith(start) and "are free: give more --devices" in text and caught.value.exit_code == 4
+    text, start = str(caught.value), "cpu: out of memory while loading part 0: it needs 1.00 kB, with the 4 parts behind it 5.01 kB"
+    assert text.startswith(f"{start}, and room to pack it, ")
+    assert "are free: end what else uses this memory, or give more --devices" in text and caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("found, free, missing", [
+    ("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has", 2000, "2.10 MB or more missing"),  # more than what is to come
+    ("CUDA out of memory. Tried to allocate 20 B", 2000, "1.01 kB or more missing"),  # of 3,006 B in the parts 2, 3 and 4
+    ("CUDA out of memory. Tried to allocate 20.00 KiB", 10**6, None)])  # in pieces
+def test_how_much_memory_was_missing(checkpoint, monkeypatch, found, free, missing):
+    def bind(source, checkpoint, needs):
+        if "layers.1.attn_norm.weight" in [need.name for need in needs]:
+            raise torch.OutOfMemoryError(found)
+
+    monkeypatch.setattr(loader.runtime, "free_bytes", lambda device: free)
+    with pytest.raises(DoesNotFit) as caught:
+        load(checkpoint, parts_of(checkpoint, bind=bind))
+    text = str(caught.value)
+    assert "cpu: out of memory while loading part 2: it needs 1.00 kB, with the 2 parts behind it 3.01 kB" in text
+    assert "are free" in text and ("missing" not in text if missing is None else f": {missing}: end what" in text)
+
+
+@pytest.mark.parametrize("devices", [(CPU,), (CPU, CPU_0)])
+@pytest.mark.parametrize("why", [torch.OutOfMemoryError("CUDA out of memory"), Enough()])
+def test_memory_is_given_back_when_a_loading_ends(checkpoint, devices, why, monkeypatch):
+    """All that was read and bound, though the error is still held and nothing looks for reference cycles."""
+    alive, tensor_of, bound = [], loader.tensor_of, []
+
+    def bind(source, checkpoint, needs):
+        if len(bound) == 3:
+            raise why
+        bound.append(1)
+        return everything(source, checkpoint, needs)
+
+    def counted(data, entry):
+        alive.append(weakref.ref(data.untyped_storage()))
+        return tensor_of(data, entry)
+
+    monkeypatch.setattr(loader, "tensor_of", counted)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises((DoesNotFit, Enough)) as caught:
+            load(checkpoint, parts_of(checkpoint, devices, bind))
+        caught.value.__traceback__ = None
+        made = caught.value
+        del caught
+        assert made and len(alive) > 10 and not [ref for ref in alive if ref() is not None]
+    finally:
+        gc.enable()
 
 
 def test_readers_are_two_a_core_up_to_eight(monkeypatch):
