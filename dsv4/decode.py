@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from . import ops
+from . import ops, streaming
 from .cache import Cache
 from .errors import CheckpointError
 from .kernels import launch
@@ -53,15 +54,31 @@ class Decoder:
 def capture(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
     """`work` on a GPU as a CUDA graph: what replays it, and its result, whose tensors every replay fills anew. Nothing runs yet.
 
-    The stream is of this GPU: torch's own for captures is of the first GPU that one was made on, and would leave the others' work outside.
+    Where experts are streamed the graph is cut: the host brings those that the part before has chosen. The parts share one pool of memory,
+    as they are replayed in the order of their capture, and one stream, of this GPU: torch's own for captures is of the first GPU that one
+    was made on, and would leave the others' work outside.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+    parts: list[Callable[[], None]] = []
+
+    def begin():
+        graph = torch.cuda.CUDAGraph()
+        capturing.enter_context(torch.cuda.graph(graph, pool=pool, stream=stream))
+        parts.append(graph.replay)
+
+    def cut(bring):
+        capturing.close()  # ends the capture of the part
+        parts.append(bring)
+        begin()
+
+    with torch.cuda.device(device), contextlib.ExitStack() as capturing, streaming.cutting(cut):
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        begin()
         out = work()
 
     def replay():
         with torch.cuda.device(device):
-            graph.replay()
+            for part in parts:
+                part()
 
     return replay, out
 
@@ -84,7 +101,7 @@ class Stage:
 
 class GraphDecoder(Decoder):
     """The same as one CUDA graph per GPU, captured at the first step and replayed for every token: token, position and counts live on the
-    devices, and the host waits once a token, to read it."""
+    devices, and the host waits once a token, to read it, and once for each layer whose experts are streamed."""
 
     def __init__(self, model: Model, cache: Cache, sampler: Sampler):
         super().__init__(model, cache, sampler)

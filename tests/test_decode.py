@@ -68,7 +68,8 @@ def test_a_capture_is_on_a_stream_of_its_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: inside("device", device))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream=None: inside("graph", stream))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream=None: inside("graph", stream))
     replay, out = decode.capture(there, lambda: log.append("work") or 7)
     assert log == [("device", there), ("graph", ("stream", there)), "work", ("end", "graph"), ("end", "device")] and out == 7
     replay()

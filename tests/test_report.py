@@ -78,7 +78,7 @@ def test_the_table_of_what_does_not_fit(run, flash):  # noqa: F811
     code, out, err = run("--plan", "--assume", "1xH200", "--model", flash)
     row, verdict = (next(line for line in out.splitlines() if line.startswith(start)) for start in ("cuda:0", "does not fit"))
     assert (code, err) == (4, "") and row.endswith(" missing")
-    assert verdict == "does not fit: cuda:0; it fits with 2 such GPUs, or with --layers 0:37"
+    assert verdict == "does not fit: cuda:0; it fits with 2 such GPUs, or with --layers 0:37, or with --stream-weights disk"
     _, out, err = run("--plan", "--assume", "5x20", "--model", flash)
     assert err == ("note: the torch definitions run, and not the kernels: --assume: expected a GPU by its name, found GPU of 20 GiB, which "
                    "tells no architecture\n")
@@ -116,11 +116,13 @@ def test_what_is_planned_has_the_names_of_what_is_measured():
 
 SCHEMA = {
     "model": str, "family": str, "sizes_from": str, "assumed": {"name": str, "count": int, "total": int, "context": int}, "backend": str,
-    "dtype": str, "layers": [int], "context": int, "chunk": int, "dequantised": bool, "fits": bool,
+    "dtype": str, "layers": [int], "context": int, "chunk": int, "dequantised": bool, "stream": (str, type(None)),
+    "fits": bool,
     "devices": [{"device": str, "layers": [int], "embedding": bool, "head": bool, "weights": int, "caches": int, "scratch": int,
-                 "graphs": int, "loading": int, "needed": int, "reserved": int, "free": int, "missing": int}],
+                 "graphs": int, "loading": int, "slots": int, "needed": int, "reserved": int, "free": int, "missing": int, "streamed": int,
+                 "streamed_layers": ([int], type(None))}],
     "host": {"needed": int, "free": (int, type(None)), "missing": int}, "disk": {"total": int, "present": int, "free": int, "missing": int},
-    "would_fit": {"context": (int, type(None)), "devices": (int, type(None)), "layers": ([int], type(None))},
+    "would_fit": {"context": (int, type(None)), "devices": (int, type(None)), "layers": ([int], type(None)), "stream": (str, type(None))},
 }
 
 
@@ -150,7 +152,7 @@ def test_the_object(run, flash):  # noqa: F811
     for d in plan["devices"]:
         assert d["needed"] == d["weights"] + max(d["loading"], d["caches"] + d["scratch"] + d["graphs"])
         assert d["free"] == 96 * GIB - CONTEXT and d["reserved"] == reserved(d["weights"]) and d["missing"] == 0 < d["graphs"]
-    assert plan["would_fit"] == {"context": 1 << 20, "devices": 2, "layers": [0, 43]}
+    assert plan["would_fit"] == {"context": 1 << 20, "devices": 2, "layers": [0, 43], "stream": None}
     code, plan = plan_of(run, "--assume", "1x8", "--backend", "torch", "--model", flash)
     check(plan, SCHEMA)
     assert code == 4 and not plan["fits"] and plan["devices"][0]["missing"] > 100 * GIB and plan["host"]["free"] is None
