@@ -97,8 +97,8 @@ def test_sum_choices_adds_in_the_order_of_the_experts(rng):
 
 
 def test_the_experts_together_are_moe_s(rng):
-    """The same experts through `moe` with NVFP4 activations, which scales and rounds the middle by itself: the two roundings of the middle
-    differ by their own errors, a tenth a value each, in the worst case alike in no value."""
+    """The same experts through `moe` with NVFP4 activations, which scales and rounds the middle in its own way. So the results differ by
+    these two roundings: 0.055 to 0.079 over 30 seeds; a routing weight or a scale in the wrong place makes 0.28 and more."""
     S, k, E, D, inner = 60, 3, 6, 96, 64
     experts = [Expert(*(quantize_nvfp4(torch.randn(*shape, generator=rng) * size) for shape, size in
                         (((inner, D), 0.2), ((D, inner), 0.1), ((inner, D), 0.6)))) for _ in range(E)]
@@ -111,7 +111,7 @@ def test_the_experts_together_are_moe_s(rng):
     hidden = ops.grouped_swiglu_nvfp4(ops.group_nvfp4(ops.to_nvfp4(x), groups), groups, gate_up, weights, 10.0)
     y = ops.grouped_nvfp4_linear(hidden, groups, grouped_operand([e.w2 for e in experts]))
     got = ops.sum_choices(y, groups, torch.zeros(S, D)).float()
-    assert (got - want).norm() < 0.15 * want.norm()
+    assert (got - want).norm() < 0.12 * want.norm()
 
 
 def test_operands_refuse_other_formats(rng):

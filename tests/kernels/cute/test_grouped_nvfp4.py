@@ -223,6 +223,18 @@ def test_bit_for_bit_where_sums_and_silu_are_sure(objects, rng):
             assert torch.equal(grouped_nvfp4_linear(x, groups, down, tile), want), tile.name
 
 
+def test_a_real_depth(objects, rng):
+    """Pro's K, 28 stages; one entry of a pair, whose lower block has no rows. Sums of at most 36 * 7,168 quarters are exact in fp32."""
+    chosen = spread(rng, [0, 5])
+    groups, x, gate_up, down, weights = exact_case(rng, 2, 7168, 64, chosen)
+    with emulated():
+        got = grouped_swiglu_nvfp4(x, groups, gate_up, weights, LIMIT, Tile("nvfp4_swiglu", 128, 256, cluster=2))
+        out = grouped_nvfp4_linear(x, groups, down, Tile("nvfp4_grouped", 128, 256, cluster=2))
+    want = grouped_swiglu_nvfp4_ref(x, groups, gate_up, weights, LIMIT)
+    assert all(torch.equal(a, b) for a, b in zip(bits(got, groups), bits(want, groups), strict=True))
+    assert torch.equal(out, grouped_nvfp4_linear_ref(x, groups, down))
+
+
 def test_every_tile_gives_the_same_bits(objects, rng):
     chosen = spread(rng, [140, 0, 7])
     (groups, x), operand = tokens(rng, chosen, 3, 352), grouped_gate_up(*(weights_of(rng, 3, 96, 352) for _ in range(2)))
