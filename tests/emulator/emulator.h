@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #define DSV4_EMULATOR 1
+#define DSV4_WARPGROUPS
 #define __global__ static
 #define __device__
 #define __host__
@@ -84,8 +85,10 @@ struct Four { uint32_t r[4]; };
 struct Fragments { float c[4]; uint32_t a[4], b[2]; };  // one lane's
 struct Sums { float c[4]; };
 enum class Values { kBf16, kF16, kE4m3 };
-struct Tile { float d[16]; };  // one thread's sums of a warpgroup's product, up to 32 columns
-Tile wgmma(Values values, int columns, Tile mine, uint64_t a, uint64_t b, const char* what, const char* file, int line);
+struct Tile { float d[32]; };  // one thread's sums of a warpgroup's product, up to 64 columns
+// `registers`: a's rows, or null if they are in shared memory, as `a` says.
+Tile wgmma(Values values, int columns, Tile mine, const uint32_t* registers, uint64_t a, uint64_t b, const char* what, const char* file,
+           int line);
 void wgmma_fence(const char* file, int line);
 void wgmma_commit(const char* file, int line);
 void wgmma_wait(unsigned groups, const char* file, int line);
@@ -104,7 +107,7 @@ Sums mma(Values values, Fragments mine, const char* what, const char* file, int 
 Four ldmatrix(const void* row, int matrices, bool transposed, const char* what, const char* file, int line);
 void stmatrix(void* row, Four registers, const char* what, const char* file, int line);
 Four load_stream(const void* p);
-void cp_async(void* shared, const void* global);
+void cp_async(void* shared, const void* global, unsigned bytes, bool there, const char* what);
 void cp_async_commit();
 void cp_async_wait(unsigned groups);
 void mbarrier_init(uint64_t* bar, unsigned count);
@@ -391,7 +394,11 @@ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4], EMU_SITE) {
     emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, "stmatrix_x4", file, line);
 }
 
-__forceinline__ void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global); }
+__forceinline__ void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global, 16, true, "cp_async_16"); }
+__forceinline__ void cp_async_16(void* shared, const void* global, bool there) {
+    emu::cp_async(shared, global, 16, there, "cp_async_16");
+}
+__forceinline__ void cp_async_4(void* shared, const void* global, bool there) { emu::cp_async(shared, global, 4, there, "cp_async_4"); }
 __forceinline__ void cp_async_commit() { emu::cp_async_commit(); }
 template <int N> __forceinline__ void cp_async_wait() { emu::cp_async_wait(N); }
 
@@ -427,13 +434,22 @@ template <int N> __forceinline__ void wgmma_wait(EMU_SITE) { emu::wgmma_wait(N, 
         static_assert(n == 4 || n == 16, "8 or 32 columns");                                               \
         emu::Tile mine = {};                                                                               \
         for (int i = 0; i < n; i++) mine.d[i] = d[i];                                                      \
-        mine = emu::wgmma(emu::Values::values, 2 * n, mine, a, b, #name, file, line);                      \
+        mine = emu::wgmma(emu::Values::values, 2 * n, mine, nullptr, a, b, #name, file, line);             \
         for (int i = 0; i < n; i++) d[i] = mine.d[i];                                                      \
     }
 EMU_WGMMA(wgmma_bf16, kBf16)
 EMU_WGMMA(wgmma_f16, kF16)
 EMU_WGMMA(wgmma_e4m3, kE4m3)
 #undef EMU_WGMMA
+template <bool first> __forceinline__ void wgmma_bf16(float (&d)[32], const uint32_t (&a)[4], uint64_t b, EMU_SITE) {
+    emu::Tile mine = {};
+    if (!first) for (int i = 0; i < 32; i++) mine.d[i] = d[i];
+    const uint32_t registers[4] = {a[0], a[1], a[2], a[3]};
+    mine = emu::wgmma(emu::Values::kBf16, 64, mine, registers, 0, b, "wgmma_bf16", file, line);
+    for (int i = 0; i < 32; i++) d[i] = mine.d[i];
+}
+__forceinline__ void wgmma_wait(float (&)[32], EMU_SITE) { emu::wgmma_wait(0, file, line); }
+template <int N> __forceinline__ void wgmma_fence(uint32_t (&)[N][4], EMU_SITE) { emu::wgmma_fence(file, line); }
 
 __forceinline__ uint64_t tensor_operand(const void* first, Swizzle swizzle, unsigned group_bytes, unsigned cell_bytes = 16) {
     const uint64_t code = swizzle == Swizzle::kNone ? 0 : 8 - 2 * unsigned(swizzle);
@@ -516,3 +532,5 @@ template <class T> __forceinline__ T* opaque(T* x) { return x; }
 __forceinline__ float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 __forceinline__ float reciprocal(float x) { return 1.0f / x; }
 __forceinline__ uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+__forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask) | (b & ~mask); }
+__forceinline__ uint32_t rotate_left(uint32_t x, unsigned bits) { return x << bits % 32 | x >> (32 - bits) % 32; }

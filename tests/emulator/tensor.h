@@ -59,6 +59,7 @@ struct Product {  // what a lane brings
     Tile tile;
     Values values;
     unsigned columns, groups;
+    const uint32_t* registers;
     uint64_t a, b;
     uint32_t place;
 };
@@ -102,9 +103,14 @@ void multiply_warpgroup(void* const* lanes) {
     Products& warp = products_of_warp();
     if (!warp.fenced) fail("wgmma: no wgmma_fence() before the first product, or since the last wait @+0x%x", mine.place);
     warp.count++;
-    unsigned char a[16][32], b[32][32];
+    unsigned char a[16][32], b[64][32];
     auto swizzle = [](uint64_t operand) { return operand >> 62 ? Swizzle(4 - unsigned(operand >> 62)) : Swizzle::kNone; };
-    read_operand(mine.a, swizzle(mine.a), current->linear / 32 % 4 * 16, 16, 2, a[0], warp.open, 0, "wgmma", mine.place);
+    if (mine.registers)  // lane l has words l % 4 and l % 4 + 4 of rows l / 4 and l / 4 + 8
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++)
+                memcpy(a[l / 4 + i % 2 * 8] + l % 4 * 4 + i / 2 * 16, static_cast<Product*>(lanes[l])->registers + i, 4);
+    else
+        read_operand(mine.a, swizzle(mine.a), current->linear / 32 % 4 * 16, 16, 2, a[0], warp.open, 0, "wgmma", mine.place);
     read_operand(mine.b, swizzle(mine.b), 0, mine.columns, 2, b[0], warp.open, 0, "wgmma", mine.place);
     const unsigned K = mine.values == Values::kE4m3 ? 32 : 16;
     auto value = [&](const unsigned char* row, unsigned k) {
@@ -121,10 +127,11 @@ void multiply_warpgroup(void* const* lanes) {
 }
 }  // namespace
 
-Tile wgmma(Values values, int columns, Tile mine, uint64_t a, uint64_t b, const char* what, const char* file, int line) {
+Tile wgmma(Values values, int columns, Tile mine, const uint32_t* registers, uint64_t a, uint64_t b, const char* what, const char* file,
+           int line) {
     if (current->linear / 128 * 128 + 128 > block_size.x * block_size.y * block_size.z)
         fail("%s: the warpgroup has fewer than 128 threads", what);
-    Product product{mine, values, unsigned(columns), 0, a, b, CALLER};
+    Product product{mine, values, unsigned(columns), 0, registers, a, b, CALLER};
     meet(~0u, &product, multiply_warpgroup, false, what, file, line);
     return product.tile;
 }
