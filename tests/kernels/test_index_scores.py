@@ -34,7 +34,7 @@ def products(request, tmp_path, monkeypatch):
             pytest.skip("the emulator's")
         source = (build.SOURCES / "index_scores.cu").read_text()
         include = '#include "common.cuh"\n'
-        assert source.count(include) == source.count("#include") == 1 and source.count("DSV4_WARPGROUPS") == 1
+        assert source.count(include) == source.count("#include") == 1 and "DSV4_WARPGROUPS" in source
         copy = source.replace(include, f'#include "{build.SOURCES}/common.cuh"\n#undef DSV4_WARPGROUPS\n')
         (tmp_path / "index_scores.cu").write_text(copy)
         monkeypatch.setattr(build, "SOURCES", tmp_path)

@@ -8,11 +8,15 @@
 // queries are stored in the order in which the nibbles come. Values are exact in bf16 and their products in fp32. Queries are made (RoPE,
 // Hadamard, FP4) by every block for itself, a warp for 4 heads. Where there is no wgmma, mma.sync has the same operands.
 //
-// Of a warp, 16 keys and one token: 285 instructions (114 of the integer pipe, which takes one every second cycle), and 8 products, 32
+// While the tensor core multiplies a warpgroup's keys, its warps expand the next ones into other registers: if all four warpgroups are in
+// step, and wait for their products at the same time, it idles for their sums only (100 instructions of 290), as it would for a third more
+// if the expansion came after them.
+//
+// Of a warp, 16 keys and one token: 290 instructions (114 of the integer pipe, which takes one every second cycle), and 8 products, 32
 // cycles of the tensor core each. With mma.sync they took 830 cycles of it for 32 keys, beside 850 instructions, and the two hardly
 // overlapped: 17.6 us on an H200 for 262,144 entries, 4.4 for 1,024; warps in turns, by named barriers: 18.7.
 // Predicted now for 262,144: 9.5 us: launch 1, position, queries and first keys 0.8, queries 1.1, the first expansion 0.3, 31 tiles an SM
-// of 285 to 350 cycles 5 to 6.2 (their 17.8 MB: 4), the last sums 0.3; for 1,024: 4 us. Where nothing is computed: 1 us.
+// of 290 to 360 cycles 5.1 to 6.4 (their 17.8 MB: 4), the last sums 0.3; for 1,024: 4 us. Where nothing is computed: 1 us.
 #include "common.cuh"
 
 constexpr int kHeads = 64, kDim = 128, kRope = 64, kRatio = 4;
@@ -166,8 +170,9 @@ __device__ __forceinline__ void expand(const char* stage, uint32_t (&a)[kSteps][
     }
 }
 
-// c = a warp's 16 keys times 64 queries: c[4 j + i], c[4 j + 2 + i] are of keys g and g + 8 and head 8 j + 2 t + i.
-__device__ __forceinline__ void multiply(float (&c)[kHeads / 2], uint32_t (&a)[kSteps][4], const char* queries) {
+// c = a warp's 16 keys times 64 queries: c[4 j + i], c[4 j + 2 + i] are of keys g and g + 8 and head 8 j + 2 t + i. They are there after
+// finish(); with wgmma a is in use until then.
+__device__ __forceinline__ void begin(float (&c)[kHeads / 2], uint32_t (&a)[kSteps][4], const char* queries) {
 #ifdef DSV4_WARPGROUPS
     const uint64_t b = wgmma_operand(queries, Swizzle::k128, 1024);
     wgmma_fence(a);
@@ -175,7 +180,6 @@ __device__ __forceinline__ void multiply(float (&c)[kHeads / 2], uint32_t (&a)[k
 #pragma unroll
     for (int step = 1; step < kSteps; step++) wgmma_bf16<false>(c, a[step], b + (step / 4 * kHalfBytes + step % 4 * 32) / 16);
     wgmma_commit();
-    wgmma_wait(c);
 #else
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -191,6 +195,12 @@ __device__ __forceinline__ void multiply(float (&c)[kHeads / 2], uint32_t (&a)[k
 #pragma unroll
         for (int i = 0; i < 4; i++) c[4 * j + i] = sum[i];
     }
+#endif
+}
+
+__device__ __forceinline__ void finish([[maybe_unused]] float (&c)[kHeads / 2]) {
+#ifdef DSV4_WARPGROUPS
+    wgmma_wait(c);
 #endif
 }
 
@@ -233,16 +243,20 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
     fence_async_shared();
     __syncthreads();
     int used = 0;
-    for (; tile < n; tile += stride) {
-        uint32_t a[kSteps][4];
+    const auto expand_next = [&](uint32_t (&a)[kSteps][4]) {
         cp_async_wait<kStages - 1>();
         expand(stages + used, a);
         keys.move(stride);
         keys.fetch(stages + used, lane, n);
         used = used == (kStages - 1) * kStageBytes ? 0 : used + kStageBytes;
+    };
+    // The scores of the warp's 16 entries; meanwhile the next ones, if there are any, are expanded.
+    const auto score = [&](uint32_t (&a)[kSteps][4], uint32_t (&next)[kSteps][4]) {
         for (int token = 0; token < tokens; token++) {
             float c[kHeads / 2], sum[2][2] = {};  // [key][head 2 t or the next of each 8]
-            multiply(c, a, shared + token * kQueryBytes);
+            begin(c, a, shared + token * kQueryBytes);
+            if (token == tokens - 1) expand_next(next);
+            finish(c);
 #pragma unroll
             for (int j = 0; j < kHeads / 8; j += 2) {
                 float w[4];
@@ -259,6 +273,18 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
             const int entry = tile + mine + 8 * further;
             if (t < 2 && entry < n) scores[unsigned(token) * unsigned(capacity) + entry] = score;
         }
+        tile += stride;
+    };
+    uint32_t even[kSteps][4];
+#ifdef DSV4_WARPGROUPS
+    uint32_t odd[kSteps][4];
+#else
+    uint32_t(&odd)[kSteps][4] = even;  // where begin() has ended, a is free
+#endif
+    if (tile < n) expand_next(even);
+    while (tile < n) {
+        score(even, odd);
+        if (tile < n) score(odd, even);
     }
 }
 
