@@ -45,10 +45,10 @@ __device__ __forceinline__ void round_bf16(float& a, float& b) {
     a = bf16_lo(pair), b = bf16_hi(pair);
 }
 
-// x to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with its sign, |x| <= 6; ties to the even code: multiples of a step, by the rounding of an
-// addition.
+// x to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with its sign, |x| <= 6; ties to the even code: multiples of half its power of two, or of
+// 0.5 below 1, by the rounding of an addition.
 __device__ __forceinline__ float round_e2m1(float x) {
-    const float a = fabsf(x), large = a < 2.0f ? 0x1.8p22f : a < 4.0f ? 0x1.8p23f : 0x1.8p24f;
+    const float large = fmaxf(__uint_as_float(__float_as_uint(x) & 0x7f800000u), 1.0f) * 0x1.8p22f;
     return (x + large) - large;
 }
 
@@ -99,14 +99,14 @@ __device__ __forceinline__ void prepare(Query& query, char* queries, float* weig
 #pragma unroll
         for (int i = 0; i < 16; i++) v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], lanes));
     }
-    unsigned largest = 0;  // magnitudes as integers, where NaN is above all
+    float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
         v[i] *= 0.08838834764831845f, v[i + 1] *= 0.08838834764831845f;
         round_bf16(v[i], v[i + 1]);
-        largest = max(largest, max(__float_as_uint(v[i]) & 0x7fffffffu, __float_as_uint(v[i + 1]) & 0x7fffffffu));
+        top = max_nan(max_nan(top, fabsf(v[i])), fabsf(v[i + 1]));
     }
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    const unsigned largest = __float_as_uint(max_nan(top, __shfl_xor_sync(~0u, top, 1)));  // above infinity if any is NaN
     const unsigned exponent = (__float_as_uint(__uint_as_float(largest) * (1.0f / 6)) + 0x7fffff) >> 23;  // of the power of two at or above
     const float scale = largest < 0x7f800000u ? __uint_as_float(exponent << 23) : NAN, inverse = __uint_as_float((254 - exponent) << 23);
 #pragma unroll
