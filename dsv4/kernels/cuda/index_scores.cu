@@ -8,9 +8,9 @@
 // queries are stored in the order in which the nibbles come. Values are exact in bf16 and their products in fp32. Queries are made (RoPE,
 // Hadamard, FP4) by every block for itself, a warp for 4 heads. Where there is no wgmma, mma.sync has the same operands.
 //
-// While the tensor core multiplies a warpgroup's keys, its warps expand the next ones into other registers: if all four warpgroups are in
-// step, and wait for their products at the same time, it idles for their sums only (100 instructions of 290), as it would for a third more
-// if the expansion came after them.
+// While the tensor core multiplies a warpgroup's keys, its warps expand the next ones into other registers. So even if all four warpgroups
+// are in step, and wait for their products at the same time, it idles only while they add them up (100 of a warp's 290 instructions for 16
+// keys), and not for the expansion (180) too.
 //
 // Of a warp, 16 keys and one token: 290 instructions (114 of the integer pipe, which takes one every second cycle), and 8 products, 32
 // cycles of the tensor core each. With mma.sync they took 830 cycles of it for 32 keys, beside 850 instructions, and the two hardly
