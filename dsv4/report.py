@@ -15,8 +15,8 @@ def planned_bytes(plan: Plan, resident: int) -> dict[str, int]:
     return {"host": plan.host} | {str(d.device): d.needed for d in plan.devices}
 
 
-def run_line(timing: dict, memory: dict, planned: dict, finish: str) -> str:
-    """The last line on standard error. `memory`: the measured peaks, `planned`: the plan's."""
+def run_line(timing: dict, memory: dict, planned: dict, finish: str, hop: str | None = None) -> str:
+    """The last line on standard error. `memory`: the measured peaks, `planned`: the plan's, `hop`: what decode.hops says."""
     parts = [] if finish in ("stop", "length") else [finish]
     if "load_s" in timing:
         parts.append(f"load {timing['load_s']:.2f} s")
@@ -27,7 +27,7 @@ def run_line(timing: dict, memory: dict, planned: dict, finish: str) -> str:
                      f"{timing['decode_ms_per_token']:.1f} ms/token"
                      + (f", median {timing['decode_ms_median']:.2f}" if "decode_ms_median" in timing else ""))
     if "hop_us" in timing:
-        parts.append(f"hop {timing['hop_us']:.1f} us")
+        parts.append(f"hop {timing['hop_us']:.1f} us by {hop}")
     parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB (planned {planned[name] / 2**20:,.0f})"
                                             for name, size in memory.items()))
     return " | ".join(parts)
