@@ -287,7 +287,6 @@ def test_hops_by_peer_stores_give_the_bits_of_one_gpu(model, monkeypatch, seed):
     for _ in range(200):
         tokens.append(one.step())
         rows.append(one.logits.cpu())
-    assert len(set(tokens)) > 1
     told = {}
     for way in ("peer stores", "events"):
         with monkeypatch.context() as patch:
