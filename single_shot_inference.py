@@ -240,7 +240,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     """The story: checkpoint, ids, plan, load, prefill, decode, report."""
     import encoding
     from dsv4 import ops, runtime, streaming  # brings torch
-    from dsv4.decode import compare_with_prefill, hop_us
+    from dsv4.decode import compare_with_prefill, hop_us, hops
     from dsv4.report import planned_bytes, run_line
     from dsv4.sampler import Sampler
     from dsv4.synthetic import fill
@@ -260,14 +260,14 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     finish, exit_code, failure, streamed = "interrupt", 130, None, None
     parser = None if args.raw or tokenizer is None else encoding.StreamParser(thinking=tokenizer.decode(ids[-1:]) == "<think>")
     answer = Answer(tokenizer, parser, eos, quiet=args.json)
-    run = None
+    run, hop = None, None
     try:
         if ops.selected_backend() == "cuda":
             runtime.build_kernels([d.device for d in plan.devices])
         loading = time.perf_counter()
         runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in plan.layers))
         model = load(checkpoint, plan, numerics_of(args, planner), interrupt)
-        model.on_layer = interrupt.check
+        model.on_layer, hop = interrupt.check, hops(model)
         sampler = Sampler(sampling, ids, checkpoint.config.vocab_size, plan.context, plan.devices[-1].device)
         run = Run(model, sampler, interrupt, keep_logits=args.dump_logits is not None or args.decode_consistency is not None)
         if args.past:
@@ -280,8 +280,8 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         exit_code = 130 if finish == "interrupt" else 0
         if run.rows is not None and exit_code == 0:
             run.last_row(answer.ids)
-        if hop := hop_us(model):
-            run.timing["hop_us"] = hop
+        if hop:
+            run.timing["hop_us"] = hop_us(model)
         streamed = streaming.report(model.supplies.values(), run.timing.get("decode_ms_median"))
     except Interrupt.Stop:
         finish, exit_code = "interrupt", 130
@@ -304,12 +304,12 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     memory = runtime.peak_bytes([d.device for d in plan.devices])
     if args.json and answer.broken is None:
         result = {"model": str(checkpoint.folder), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text,
-                  "message": answer.message, "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()},
+                  "message": answer.message, "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "hop": hop,
                   "streamed": streamed, "memory": memory, "planned": planned,
                   "reserved": runtime.reserved_bytes([d.device for d in plan.devices])}
         print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
     if failure is None or answer.ids:
-        say(run_line(timing, memory, planned, finish, streamed))
+        say(run_line(timing, memory, planned, finish, streamed, hop))
     if failure is not None:
         say(f"error: {failure}")
     if answer.broken is not None:

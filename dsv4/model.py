@@ -117,11 +117,12 @@ class Model:
             finite["the embedding"] = X.isfinite().all()
         return X
 
-    def run_share(self, share: DevicePlan, X: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, cache: Cache,
-                  finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def run_share(self, share: DevicePlan, X: torch.Tensor | Callable[[], torch.Tensor], ids: torch.Tensor, positions: torch.Tensor,
+                  cache: Cache, finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """One device's layers: all tensors are on it, and the host decides nothing by what they hold, so that the work can be captured in
-        a graph."""
-        streams, step = Streams(X), Step.at(positions, ids, self.rope)
+        a graph. `X`: the streams, or what waits for them and for `ids`, called behind all that needs neither."""
+        step = Step.at(positions, ids, self.rope)
+        streams = Streams(X() if callable(X) else X)
         for number in share.layers:
             streams = self.layers[number](streams, step, cache.layers[number])
             if finite is not None:  # what is wrong in the attention's part is wrong in X

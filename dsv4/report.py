@@ -15,8 +15,9 @@ def planned_bytes(plan: Plan, resident: int) -> dict[str, int]:
     return {"host": plan.host} | {str(d.device): d.needed for d in plan.devices}
 
 
-def run_line(timing: dict, memory: dict, planned: dict, finish: str, streamed: dict | None = None) -> str:
-    """The last line on standard error. `memory`: the measured peaks, `planned`: the plan's, `streamed`: as streaming.report says it."""
+def run_line(timing: dict, memory: dict, planned: dict, finish: str, streamed: dict | None = None, hop: str | None = None) -> str:
+    """The last line on standard error. `memory`: the measured peaks, `planned`: the plan's, `streamed`: as streaming.report says it, `hop`:
+    what decode.hops says."""
     parts = [] if finish in ("stop", "length") else [finish]
     if "load_s" in timing:
         parts.append(f"load {timing['load_s']:.2f} s")
@@ -27,7 +28,7 @@ def run_line(timing: dict, memory: dict, planned: dict, finish: str, streamed: d
                      f"{timing['decode_ms_per_token']:.1f} ms/token"
                      + (f", median {timing['decode_ms_median']:.2f}" if "decode_ms_median" in timing else ""))
     if "hop_us" in timing:
-        parts.append(f"hop {timing['hop_us']:.1f} us")
+        parts.append(f"hop {timing['hop_us']:.1f} us by {hop}")
     if streamed:
         parts.append(f"streamed {human_bytes(streamed['bytes'])} from {streamed['from']} at {streamed['gb_per_s']:.2f} GB/s, "
                      f"{100 * streamed['fraction']:.0f} % of {streamed['measured_gb_per_s']:.2f} measured"

@@ -98,9 +98,10 @@ def test_the_line_after_a_run():
     timing = {"load_s": 11.5, "prefill_s": 1.0, "prefill_tokens": 16, "prefill_tokens_per_s": 900.0, "decode_tokens": 49,
               "decode_tokens_per_s": 80.0, "decode_ms_per_token": 12.5, "decode_ms_median": 7.125, "hop_us": 8.66}
     memory, planned = {"host": 3 << 30, "cuda:0": 79 << 30, "cuda:1": 76 << 30}, {"host": 2 << 30, "cuda:0": 80 << 30, "cuda:1": 77 << 30}
-    assert run_line(timing, memory, planned, "length") == (
-        "load 11.50 s | prefill 16 tokens, 900.0 tokens/s | decode 49 tokens, 80.0 tokens/s, 12.5 ms/token, median 7.12 | hop 8.7 us | "
-        "peak memory host 3,072 MiB (planned 2,048), cuda:0 80,896 MiB (planned 81,920), cuda:1 77,824 MiB (planned 78,848)")
+    assert run_line(timing, memory, planned, "length", "peer stores") == (
+        "load 11.50 s | prefill 16 tokens, 900.0 tokens/s | decode 49 tokens, 80.0 tokens/s, 12.5 ms/token, median 7.12 | "
+        "hop 8.7 us by peer stores | peak memory host 3,072 MiB (planned 2,048), "
+        "cuda:0 80,896 MiB (planned 81,920), cuda:1 77,824 MiB (planned 78,848)")
     less = {name: timing[name] for name in ("load_s", "prefill_s", "prefill_tokens", "prefill_tokens_per_s")}
     assert run_line(less | {"decode_tokens": 0}, {"host": 0}, {"host": 0}, "interrupt") == (
         "interrupt | load 11.50 s | prefill 16 tokens, 900.0 tokens/s | peak memory host 0 MiB (planned 0)")

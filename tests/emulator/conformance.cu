@@ -238,3 +238,25 @@ extern "C" int conformance_arrivals(const int* x, int* values, unsigned* counter
     LAUNCH(arrivals, dim3(n), dim3(64), sizeof(bool), stream, x, values, counters, out, most);
     return cudaGetLastError();
 }
+
+// out [2 n, 2]: pair i of x [n, 2] by the loads and stores of other GPUs' memory, and the same by what this thread then reads there; counters
+// [2]: what all threads store, and 1 if no clock went back and thread 0's ran on.
+__global__ void system_accesses(const uint64_t* x, uint64_t* out, int* counters, int n) {
+    grid_dependency_wait();
+    const int i = threadIdx.x;
+    const uint64_t began = global_nanoseconds();
+    uint64_t a, b;
+    load_pair_system(x + 2 * i, a, b);
+    store_pair_system(out + 2 * i, a, b);
+    load_pair_system(out + 2 * i, a, b);
+    store_pair_system(out + 2 * (n + i), a, b);
+    store_system(counters, 7);
+    uint64_t now = global_nanoseconds();
+    if (i) return;
+    while (now == began) now = global_nanoseconds();
+    store_system(counters + 1, now > began && now - began < 1'000'000'000);
+}
+extern "C" int conformance_system(const void* x, void* out, int* counters, int n, cudaStream_t stream) {
+    LAUNCH(system_accesses, dim3(1), dim3(n), 0, stream, static_cast<const uint64_t*>(x), static_cast<uint64_t*>(out), counters, n);
+    return cudaGetLastError();
+}

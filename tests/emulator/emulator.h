@@ -120,6 +120,7 @@ void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar);
 void grid_wait();
 void grid_launch();
 int load_earlier(const int* p);
+uint64_t nanoseconds();
 unsigned cluster_rank();
 unsigned cluster_size();
 void cluster_sync(const char* file, int line);
@@ -522,6 +523,21 @@ __forceinline__ unsigned atomic_inc_fenced(unsigned* counter, unsigned most) {
     __threadfence();
     return old;
 }
+
+// Another GPU's or the host's accesses do not happen within a launch here, so these order and wait for nothing.
+__forceinline__ void store_pair_system(uint64_t* p, uint64_t a, uint64_t b) {
+    emu::check_aligned(p, 16);
+    p[0] = a, p[1] = b;
+}
+__forceinline__ void load_pair_system(const volatile uint64_t* p, uint64_t& a, uint64_t& b) {  // volatile: each poll is a read
+    emu::check_aligned(const_cast<const uint64_t*>(p), 16);
+    a = p[0], b = p[1];
+}
+EMU_UNCHECKED inline void store_system(int* p, int x) {  // by several threads, as an atomic's
+    emu::atomic(p, sizeof x, "store_system", __builtin_return_address(0));
+    *p = x;
+}
+inline uint64_t global_nanoseconds() { return emu::nanoseconds(); }
 
 __forceinline__ unsigned cluster_rank() { return emu::cluster_rank(); }
 __forceinline__ unsigned cluster_size() { return emu::cluster_size(); }

@@ -4,6 +4,7 @@
 #include "emulator.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdarg>
 #include <cstdio>
 #include <deque>
@@ -1159,6 +1160,9 @@ void grid_wait() {
     waited_for_grid = true;
 }
 void grid_launch() { launched_early |= !current->after_grid_wait; }
+uint64_t nanoseconds() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 int load_earlier(const int* p) {
     const uint32_t place = CALLER;
     const Region* r = find(reinterpret_cast<uintptr_t>(p));

@@ -220,6 +220,15 @@ def test_clusters(rng, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_memory_of_other_gpus(rng, place):
+    """Here it is this one's; that the pairs come whole from another GPU is test_on_gpu.py's to see. And a clock that runs."""
+    x = torch.randint(-(2**63), 2**63 - 1, (64, 2), generator=rng)
+    out, counters = torch.empty(2, 64, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    run(place, "system", x=x, out=out, counters=counters, n=64)
+    assert torch.equal(out, x.expand(2, -1, -1)) and counters.tolist() == [7, 1]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_arrivals(rng, place):
     """A counter that wraps, and what the last block to arrive sees of all others."""
     n, most = 200, 6

@@ -364,6 +364,22 @@ PTX_FN unsigned atomic_inc_fenced(unsigned* counter, unsigned most) {  // counts
     return old;
 }
 
+// ---- Memory that another GPU or the host writes or reads meanwhile: each 8 bytes (4 of store_system) go and come whole, past L1, and are
+// ordered with nothing else. p of the pairs: a multiple of 16.
+PTX_FN void store_pair_system(uint64_t* p, uint64_t a, uint64_t b) {
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+PTX_FN void load_pair_system(const uint64_t* p, uint64_t& a, uint64_t& b) {
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+}
+PTX_FN void store_system(int* p, int x) { asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+// A clock of the whole machine, in steps of up to a microsecond or so.
+PTX_FN uint64_t global_nanoseconds() {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t) :: "memory");
+    return t;
+}
+
 // ---- Clusters (LAUNCH_CLUSTER): blocks of one cluster see each other's shared memory.
 PTX_FN unsigned cluster_rank() { unsigned r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 PTX_FN unsigned cluster_size() { unsigned r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
