@@ -67,7 +67,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and caches (default: float32 on a CPU, else bfloat16)")
     g.add_argument("--context", metavar="N", type=whole(1),
                    help="tokens to plan the caches for (default: prompt + new tokens; with --plan 4096)")
-    g.add_argument("--prefill-chunk", metavar="N", type=whole(1), default=512, help="prompt tokens run at once (default: 512)")
+    g.add_argument("--prefill-chunk", metavar="N", type=whole(1),
+                   help="prompt tokens run at once (default: 512; on the kernels as many as they take: 1024 on H100 and H200, else 8)")
     g.add_argument("--kv-quant", choices=("model", "off"), default="model", help="the trained KV FP8 and indexer FP4 (default: model)")
     g.add_argument("--activations", choices=("auto", "bf16", "fp8", "nvfp4"), default="auto",
                    help="what quantised weights see of their input; emulated where the hardware lacks it (default: auto, which is bf16)")
@@ -357,6 +358,8 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     why = runtime.choose_backend(args.backend, checkpoint, layers, devices, dtype, args.kv_quant, args.activations, args.assume)
     if why is not None:
         say(f"note: the torch definitions run, and not the kernels: {why}")
+    if (why := runtime.choose_steps(checkpoint, layers, devices, args.assume)) is not None:
+        say(f"note: a prompt is read 8 tokens at a time: {why}")
     rows = 0 if args.dump_logits is None and args.decode_consistency is None else context
     dump = 4 * rows * config.vocab_size
 
@@ -372,7 +375,7 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
         raise DoesNotFit(f"{flag}: {context} rows of {config.vocab_size} numbers need {dump / 2**30:.2f} GiB of host memory, "
                          f"{(left + dump) / 2**30:.2f} GiB are free: give a shorter prompt or {less}")
     tokens = prompt_tokens or context
-    chunk = min(args.prefill_chunk, tokens, ops.max_tokens() or tokens)
+    chunk = min(args.prefill_chunk or ops.max_tokens() or 512, tokens, ops.max_tokens() or tokens)
     wish = Wish(layers, context, chunk, dtype, logit_rows=chunk if dump else 1, dump_rows=rows,
                 caches=1 if args.decode_consistency is None else 2, auto=args.devices == "auto", per_device=counts,
                 drawn=bool(args.synthetic), stream=args.stream_weights)

@@ -78,6 +78,9 @@ class Announced:
         blocks = {module.split(".")[1] for module in self._suffixes if module.startswith("mtp.")}
         return None if 0.999 * needed <= self.total <= 1.01 * needed + 4 * len(blocks) * max(layers) else needed
 
+    def fp8_scales(self, name: str) -> None:
+        """As Checkpoint.fp8_scales: the shards that have them are not here."""
+
     def stored(self, need: Need) -> Stored:
         """How one thing that the config needs will lie on disk, as its name, its siblings' names and config.json's shapes let expect."""
         count, (module, _, suffix) = math.prod(need.shape), need.name.rpartition(".")

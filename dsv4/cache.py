@@ -29,13 +29,12 @@ class CompressorCache:
 class LayerCache:
     """The cache of one layer for `context` tokens in steps of at most `chunk`, keys in `dtype`.
 
-    window: the key of position p lies in row p mod R, R = sliding_window + min(chunk, context), so that a step's keys overwrite none that
-    its queries reach. `main` (layers with a compressor) and `index` (CSA): context // r entries each.
+    window: see ops.new_window. `main` (layers with a compressor) and `index` (CSA): context // r entries each.
     """
 
     def __init__(self, config: ModelConfig, layer: int, context: int, chunk: int, dtype: torch.dtype, device):
         self.ratio = ratio = config.compress_ratios[layer]
-        self.window = ops.new_keys(config.sliding_window + min(chunk, context), config.head_dim, dtype, device)
+        self.window = ops.new_window(config.sliding_window, min(chunk, context), config.head_dim, dtype, device)
         self.main = self.index = None
         if ratio:
             entries = ops.new_keys(context // ratio, config.head_dim, dtype, device)

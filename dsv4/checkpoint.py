@@ -629,6 +629,11 @@ class Checkpoint:
             raise CheckpointError(f"{layout.scale.shard}: {layout.scale.key}: {problem}; the checkpoint is damaged: fetch the shard again")
         return weight
 
+    def fp8_scales(self, name: str) -> torch.Tensor | None:
+        """The scales of an FP8 linear, read now, where their dtype allows other numbers than powers of two; else None."""
+        layout = self._layouts.get(name)
+        return self.read(layout.scale) if layout is not None and layout.kind == "fp8" and layout.scale.dtype in FLOATS else None
+
     def kind(self, name: str) -> str:
         """The format of a linear, as `Weight.kind` will say it, from the headers alone."""
         layout = self._layouts.get(name)

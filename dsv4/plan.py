@@ -20,7 +20,9 @@ from .checkpoint import Checkpoint, Need, Stored, needs_of_layer, needs_outside_
 from .config import ModelConfig
 from .drawing import CHUNK
 from .errors import DoesNotFit, UserError
+from .kernels import MAX_TOKENS
 from .kernels.attention import UNIT, shares_of
+from .kernels.keys import KEY_BYTES, KEY_SCALES
 from .kernels.packing import ROWS, packed_shape
 from .machines import GIB, reserved
 from .ops.attention import TILE as ATTENTION_TILE
@@ -529,6 +531,8 @@ def kernel_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: i
     (fp32), the attention's partial sums (bf16) or before them the indexer's scores of every entry, the sums that mHC's two kernels share,
     the streams, a block's output in parts."""
     c = config
+    if tokens > MAX_TOKENS:
+        return prompt_scratch(c, context, tokens, logit_rows)
     queries = c.num_attention_heads * c.head_dim
     entries = {0: 0, 4: c.index_topk, 128: context // 128}  # that a token attends to, by ratio
     most = 0
@@ -543,6 +547,28 @@ def kernel_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: i
     fp32 = c.q_lora_rank + 5 * c.head_dim + queries + 35 * 128 + 4 * c.hidden_size  # 35 x 128: mHC's sums; 4: the parts
     bf16 = c.o_groups * c.o_lora_rank + (2 * c.hc_mult + 2) * c.hidden_size
     return tokens * (4 * fp32 + 2 * bf16 + most) + 4 * logit_rows * c.vocab_size
+
+
+def prompt_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: int) -> int:
+    """The same of a step on the products of a prompt, in attention or in the experts, whichever takes more. Streams before and behind a
+    site, its input and the last block's output are there in both."""
+    c = config
+    queries, ring = c.num_attention_heads * c.head_dim, c.sliding_window + MAX_TOKENS
+    most = 0
+    for ratio in {*c.compress_ratios}:
+        compressed = {0: 0, 4: 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads, 128: 2 * c.head_dim}[ratio]
+        projected = c.q_lora_rank + c.head_dim + compressed
+        entries = {0: 0, 4: c.index_topk, 128: context // 128}[ratio]
+        splits = shares_of(-(-ring // UNIT) - (-entries // UNIT), c.num_attention_heads, tokens)["splits"]
+        index_q, scores = (c.index_n_heads * c.index_head_dim, context // 4 + c.index_topk) if ratio == 4 else (0, 0)
+        attended = 2 * queries + max(splits * (2 * queries + 8 * c.num_attention_heads), 2 * queries + 4 * c.o_groups * c.o_lora_rank)
+        layer = 4 * (projected + queries + index_q) + 2 * c.q_lora_rank + max(4 * scores, 4 * c.index_topk * (ratio == 4) + attended)
+        most = max(most, layer)
+    k, inner = c.num_experts_per_tok, -(-c.moe_intermediate_size // 64) * 64
+    experts = k * (6 * c.hidden_size + 2 * inner + 64) + 6 * c.hidden_size + 2 * inner  # rows of w2 in fp32, behind gathered tokens
+    streams = 2 * (2 * c.hc_mult + 3) * c.hidden_size + 35 * 128
+    rings = -(-tokens // MAX_TOKENS) * ring * (KEY_BYTES + KEY_SCALES + 24)  # for each 8 tokens, and which rows they have
+    return tokens * (streams + max(most, experts)) + rings + 4 * logit_rows * c.vocab_size
 
 
 def gib(size: int) -> str:

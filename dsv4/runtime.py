@@ -13,6 +13,7 @@ from .checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
 from .errors import DoesNotFit, KernelError, UserError
 from .kernels import build
 from .kernels.launch import architecture, architecture_of
+from .kernels.prompts import takes_scales
 from .machines import Machine
 
 # Below this many bytes a layer, one thread decodes as fast as two (75 and 71 tokens/s for the bundled checkpoint), and when the other core
@@ -83,6 +84,31 @@ def choose_backend(backend: str, checkpoint: Checkpoint, layers: Iterable[int], 
             backend = "torch"
     ops.select_backend("cuda" if backend == "auto" else backend)
     return why
+
+
+def choose_steps(checkpoint: Checkpoint, layers: Iterable[int], devices: list[torch.device], machine: Machine | None = None) -> str | None:
+    """Where the kernels run: lets a prompt's steps have more than 8 tokens (ops.allow_prompts) if all devices, or the assumed machine's,
+    and all weights are such as the products for that take. Returns what keeps a prompt at 8 tokens a step.
+
+    FP8 scales that are not powers of two by their dtype are read; of a checkpoint whose shards are not here they count as taken.
+    """
+    if ops.selected_backend() != "cuda":
+        return None
+    if machine is None:
+        found = [(str(device), torch.cuda.get_device_capability(device)) for device in devices]
+    else:
+        found = [(machine.name, machine.capability)]
+    for name, capability in found:
+        if capability != (9, 0):
+            return f"expected a GPU with wgmma (compute capability 9.0) for more, found {name}" + (
+                f" with {capability[0]}.{capability[1]}" if capability else "")
+    config = checkpoint.config
+    for need in [*needs_outside_layers(config), *(need for layer in layers for need in needs_of_layer(config, layer))]:
+        scales = checkpoint.fp8_scales(need.name) if need.linear else None
+        if scales is not None and not takes_scales(scales):
+            return f"{need.name}: expected FP8 scales of up to 4 significant bits for more, found others"
+    ops.allow_prompts()
+    return None
 
 
 _TORCH = ": run with --backend torch"

@@ -71,6 +71,9 @@ class SyntheticCheckpoint:
         """A linear's weight: random codes, with scales such that its elements have variance 1 / in."""
         return draw(self.needs[name], self.config, self.format, generator_of(self.seed, name, self.device), self.device)
 
+    def fp8_scales(self, name: str) -> None:
+        """As Checkpoint.fp8_scales: what is drawn are powers of two, in any dtype."""
+
     def kind(self, name: str) -> str:
         """As Checkpoint.kind."""
         return kind_of(self.format, name).removesuffix("-ct")

@@ -58,8 +58,8 @@ def test_the_table(run, flash):  # noqa: F811
     lines = out.splitlines()
     assert (code, err) == (0, "") and max(map(len, lines)) < 140
     assert lines[0] == f"model      {flash} (flash), by its index: the shards' headers are not all here; all of 43 layers"
-    assert lines[1] == ("run        131072 tokens of context, prompts in chunks of 8, bfloat16, backend cuda, weights packed for the "
-                        "kernels")
+    assert lines[1] == ("run        131072 tokens of context, prompts in chunks of 1024, bfloat16, backend cuda, weights packed for "
+                        "the kernels")
     assert lines[2] == "machine    2 x H200, assumed, 2 used: 139.72 GiB each as torch reports it, less 0.62 for the CUDA context"
     assert lines[4].split() == ["device", "layers", "weights", "caches", "scratch", "graphs", "loading", "needed", "reserve", "free", "GiB"]
     first, second, both = (line.split() for line in lines[5:8])
@@ -98,7 +98,7 @@ def test_the_line_after_a_run():
     timing = {"load_s": 11.5, "prefill_s": 1.0, "prefill_tokens": 16, "prefill_tokens_per_s": 900.0, "decode_tokens": 49,
               "decode_tokens_per_s": 80.0, "decode_ms_per_token": 12.5, "decode_ms_median": 7.125, "hop_us": 8.66}
     memory, planned = {"host": 3 << 30, "cuda:0": 79 << 30, "cuda:1": 76 << 30}, {"host": 2 << 30, "cuda:0": 80 << 30, "cuda:1": 77 << 30}
-    assert run_line(timing, memory, planned, "length", "peer stores") == (
+    assert run_line(timing, memory, planned, "length", hop="peer stores") == (
         "load 11.50 s | prefill 16 tokens, 900.0 tokens/s | decode 49 tokens, 80.0 tokens/s, 12.5 ms/token, median 7.12 | "
         "hop 8.7 us by peer stores | peak memory host 3,072 MiB (planned 2,048), "
         "cuda:0 80,896 MiB (planned 81,920), cuda:1 77,824 MiB (planned 78,848)")
@@ -144,7 +144,10 @@ def check(value, schema, path="plan"):
 
 
 def test_the_object(run, flash):  # noqa: F811
-    code, plan = plan_of(run, "--assume", "2x96", "--backend", "cuda", "--model", flash)
+    code, out, err = run("--plan", "--json", "--assume", "2x96", "--backend", "cuda", "--model", flash)
+    plan = json.loads(out)
+    assert err == ("note: a prompt is read 8 tokens at a time: expected a GPU with wgmma (compute capability 9.0) for more, found GPU of "
+                   "96 GiB\n")
     check(plan, SCHEMA)
     assert code == 0 and plan["fits"] and plan["backend"] == "cuda" and plan["chunk"] == 8 and plan["sizes_from"] == "index"
     assert plan["assumed"] == {"name": "GPU of 96 GiB", "count": 2, "total": 96 * GIB, "context": CONTEXT}

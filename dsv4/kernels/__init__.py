@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 from ..errors import UserError
 
-MAX_TOKENS = 8  # of one step: the columns of an mma
+MAX_TOKENS = 8  # of one step on the products of decode: the columns of an mma
+# Of one step of a prompt, where prompts.py multiplies. All routed experts of a layer are read for 32 tokens each as for one, so more tokens
+# cost little more: 1,024 give an expert 16 (Pro) or 24 (Flash). Twice as many would be up to a seventh faster (predicted), but take twice
+# the memory (Pro 1 GB), and a prompt's way through 8 GPUs needs many chunks.
+PROMPT_TOKENS = 1024
 
 
 def refuse_sizes(config) -> None:
@@ -32,11 +36,12 @@ def wrappers() -> dict[str, Callable]:
     """Operation name -> kernel. Nothing is compiled until the first call."""
     from .attention import attention
     from .cute.grouped import grouped_nvfp4_linear, grouped_swiglu_nvfp4
-    from .experts import moe, pack_experts
+    from .experts import pack_experts
+    from .front import grouped_linear, linear, moe, projections
     from .grouped import group_choices, group_nvfp4, sum_choices
     from .indexer import index_scores, select_entries
-    from .keys import new_index_keys, new_keys
-    from .linear import grouped_linear, linear, pack_weights, projections
+    from .keys import new_index_keys, new_keys, new_window
+    from .linear import pack_weights
     from .mhc import hc_head, mhc_post, mhc_pre
     from .nvfp4 import nvfp4_linear, rms_norm_to_nvfp4, swiglu_to_nvfp4, to_nvfp4
     from .router import pack_gate, router
@@ -45,5 +50,5 @@ def wrappers() -> dict[str, Callable]:
 
     return {f.__name__: f for f in (
         attention, group_choices, group_nvfp4, grouped_linear, grouped_nvfp4_linear, grouped_swiglu_nvfp4, hc_head, index_scores, linear,
-        mhc_post, mhc_pre, moe, new_index_keys, new_keys, nvfp4_linear, pack_experts, pack_gate, pack_weights, projections,
+        mhc_post, mhc_pre, moe, new_index_keys, new_keys, new_window, nvfp4_linear, pack_experts, pack_gate, pack_weights, projections,
         rms_norm_to_nvfp4, router, sample, select_entries, sum_choices, swiglu_to_nvfp4, to_nvfp4, update_caches)}

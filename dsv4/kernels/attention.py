@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import MAX_TOKENS
-from .keys import HEAD_DIM, KEY_BYTES, KEY_SCALES, ROPE_DIM, Keys
+from . import MAX_TOKENS, PROMPT_TOKENS
+from .keys import HEAD_DIM, KEY_BYTES, KEY_SCALES, ROPE_DIM, Keys, Window
 from .launch import IN, OUT, WEIGHT, WORK, Kernel, expect, tensor_memory_blocks
 
 UNIT = 16  # keys that go to a split together
@@ -38,19 +38,26 @@ def _are_keys(keys: Keys) -> bool:
             and all(t.dtype == torch.uint8 for t in keys))
 
 
-def attention(q: torch.Tensor, sink: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, window: Keys,
-              window_size: int, entries: Keys | None, ratio: int, selected: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """q [S, H * 512] fp32, as projected -> [S, H * 512] bf16, S 1 to 8, any H.
+def attention(q: torch.Tensor, sink: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
+              window: Keys | Window, window_size: int, entries: Keys | None, ratio: int, selected: torch.Tensor | None,
+              eps: float) -> torch.Tensor:
+    """q [S, H * 512] fp32, as projected -> [S, H * 512] bf16, S 1 to 8, or with a Window to 1,024, any H.
 
     sink [H], cos and sin [S, 32] fp32; positions int64 [S], consecutive, whose values are read on the device only. Token s sees the last
-    `window_size` positions, position p in row p mod R of `window` (R rows, at least window_size + S - 1), and of the first
+    `window_size` positions, position p in row p mod R of `window` (R rows, at least window_size + S - 1, or + 7), and of the first
     (positions[s] + 1) // ratio rows of `entries` those that `selected` [S, k] int32 names (-1: none), or all if that is None; `ratio` has
     no meaning without entries. Raises UserError for other shapes or dtypes.
     """
-    arguments = _arguments("attention", MAX_TOKENS, q, sink, cos, sin, positions, window, window_size, entries, ratio, selected, eps)
-    S, H = arguments["tokens"], arguments["heads"]
+    prompt = isinstance(window, Window) and len(q) > MAX_TOKENS
+    arguments = _arguments("attention", PROMPT_TOKENS if prompt else MAX_TOKENS, q, sink, cos, sin, positions, window, window_size, entries,
+                           ratio, selected, eps, MAX_TOKENS)
+    S, H, ring = arguments["tokens"], arguments["heads"], arguments["ring"]
+    if prompt:
+        expect(len(window.long_values) >= window_size + S - 1, "attention", f"a long window of at least {window_size} + {S} - 1 rows",
+               window=window.long_values)
+        arguments |= zip(("window_values", "window_scales"), window.rings(positions), strict=True)
     bound = arguments["top_k"] or arguments["entries"]
-    shares = shares_of(-(-len(window.values) // UNIT) + -(-bound // UNIT), H, S)
+    shares = shares_of(-(-ring // UNIT) + -(-bound // UNIT), H, S)
     _attention(**arguments, partial=arguments["out"].new_empty(S, H, shares["splits"], HEAD_DIM),
                stats=q.new_empty(S, H, shares["splits"], 2), **shares)
     return arguments["out"]
@@ -79,8 +86,8 @@ def _pairs(clusters: int, tiles: int, blocks: int) -> int:
     return splits
 
 
-def _arguments(name, most_tokens, q, sink, cos, sin, positions, window, window_size, entries, ratio, selected, eps):
-    """The kernels' common arguments, checked, with room for the result."""
+def _arguments(name, most_tokens, q, sink, cos, sin, positions, window, window_size, entries, ratio, selected, eps, ring_tokens=None):
+    """The kernels' common arguments, checked, with room for the result. ring_tokens: how many tokens share a ring, if not all."""
     S = len(q) if q.dim() == 2 else 0
     H = len(sink) if sink.dim() == 1 else 0
     expect(1 <= S <= most_tokens and H > 0 and q.shape == (S, H * HEAD_DIM) and cos.shape == sin.shape == (S, ROPE_DIM // 2)
@@ -91,7 +98,8 @@ def _arguments(name, most_tokens, q, sink, cos, sin, positions, window, window_s
         if keys is not None:
             expect(_are_keys(keys), name, f"{whose} values [n, {KEY_BYTES}], 16-byte aligned, and scales [n, {KEY_SCALES}] in uint8",
                    **keys._asdict())
-    expect(1 <= window_size <= len(window.values) + 1 - S, name, f"a window of at least {window_size} + {S} - 1 rows",
+    together = min(S, ring_tokens or S)
+    expect(1 <= window_size <= len(window.values) + 1 - together, name, f"a window of at least {window_size} + {together} - 1 rows",
            window=window.values)
     if entries is not None:
         expect(ratio >= 1, name, f"a ratio of at least 1 with entries, got {ratio}", entries=entries.values)

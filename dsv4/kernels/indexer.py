@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import MAX_TOKENS
+from . import PROMPT_TOKENS
 from .arrivals import arrivals
 from .keys import INDEX_BYTES, INDEX_DIM, INDEX_SCALES, ROPE_DIM, IndexKeys
 from .launch import IN, INOUT, OUT, WORK, Kernel, expect, tensor_memory_blocks
@@ -28,10 +28,10 @@ def index_scores(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_wei
     """q [S, 64 * 128], cos and sin [S, 32], head_weights [S, 64], all fp32; keys of T entries; positions int64 [S] -> fp32 [S, T].
 
     See dsv4/ops/indexer.py. Row s holds numbers for its first (positions[s] + 1) // 4 entries, and nothing that may be read behind them, or
-    anywhere if that is at most top_k for the last token. An entry whose key is NaN has the score NaN. S 1 to 8. Raises UserError for other
-    shapes or dtypes, and without `quantize`: the packed keys are FP4.
+    anywhere in rows 8 i to 8 i + 7 if that is at most top_k for their last token. An entry whose key is NaN has the score NaN. S 1 to
+    1,024. Raises UserError for other shapes or dtypes, and without `quantize`: the packed keys are FP4.
     """
-    arguments = _arguments("index_scores", MAX_TOKENS, q, cos, sin, head_weights, keys, positions, top_k, quantize)
+    arguments = _arguments("index_scores", PROMPT_TOKENS, q, cos, sin, head_weights, keys, positions, top_k, quantize)
     if arguments["capacity"] > top_k:
         _index_scores(**arguments)
     return arguments["scores"]
@@ -81,18 +81,18 @@ def _arguments(name, most_tokens, q, cos, sin, head_weights, keys, positions, to
 def select_entries(scores: torch.Tensor, positions: torch.Tensor, ratio: int, top_k: int) -> torch.Tensor:
     """scores [S, T] fp32, positions int64 [S] -> int32 [S, top_k]; see dsv4/ops/indexer.py.
 
-    Row s counts up to its first (positions[s] + 1) // ratio scores. S up to 8, T up to 262,144, top_k 1 to 1,024. Raises UserError for
+    Row s counts up to its first (positions[s] + 1) // ratio scores. S up to 1,024, T up to 262,144, top_k 1 to 1,024. Raises UserError for
     other shapes or dtypes.
     """
     S, T = scores.shape if scores.dim() == 2 else (-1, -1)
-    expect(S <= MAX_TOKENS and 0 <= T <= _MAX_ENTRIES and positions.shape == (S,) and scores.dtype == torch.float32
+    expect(S <= PROMPT_TOKENS and 0 <= T <= _MAX_ENTRIES and positions.shape == (S,) and scores.dtype == torch.float32
            and positions.dtype == torch.int64 and ratio >= 1 and 1 <= top_k <= _MAX_TOP_K, "select_entries",
-           f"scores [S, T] in fp32 and positions [S] in int64, S up to {MAX_TOKENS}, T up to {_MAX_ENTRIES}, top_k 1 to {_MAX_TOP_K}, a "
+           f"scores [S, T] in fp32 and positions [S] in int64, S up to {PROMPT_TOKENS}, T up to {_MAX_ENTRIES}, top_k 1 to {_MAX_TOP_K}, a "
            f"ratio of at least 1, got top_k {top_k} and ratio {ratio}", scores=scores, positions=positions)
     out = torch.empty(S, top_k, dtype=torch.int32, device=scores.device)
     if S:
         found = torch.empty(S, _FOUND, dtype=torch.int32, device=scores.device) if T > _ONE_BLOCK else None
-        counters = None if found is None else arrivals("select_entries", scores.device, MAX_TOKENS)
+        counters = None if found is None else arrivals("select_entries", scores.device, PROMPT_TOKENS)
         _select_entries(scores=scores.contiguous(), positions=positions, found=found, arrivals=counters, out=out, tokens=S, capacity=T,
                         ratio=ratio, top_k=top_k)
     return out

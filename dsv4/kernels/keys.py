@@ -16,6 +16,7 @@ import torch
 
 from ..errors import UserError
 from ..formats import E4M3_MAX, e2m1_to_float, e8m0_to_float, power_of_two_ceil, round_e2m1
+from . import MAX_TOKENS
 from .launch import expect
 
 HEAD_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
@@ -95,6 +96,31 @@ def new_keys(rows: int, width: int, dtype: torch.dtype, device: torch.device | s
     if width != HEAD_DIM:
         raise UserError(f"keys: expected head_dim {HEAD_DIM}, which the kernels are written for, found {width}: run with --backend torch")
     return Keys.empty(rows, device)
+
+
+class Window(NamedTuple):
+    """The window's ring of Keys for steps of up to 8 tokens, and the same keys in a longer one for those of a prompt. Every step writes
+    both: so a step of decode has a window's rows to look at, and no chunk's."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    long_values: torch.Tensor
+    long_scales: torch.Tensor
+
+    def rings(self, positions: torch.Tensor) -> Keys:
+        """Of the step at these positions (int64 [S], consecutive, its keys written): the ring that each 8 tokens of it would have found in
+        `values`, one behind the other. Nothing comes from the host."""
+        R, last = len(self.values), torch.cat((positions[MAX_TOKENS - 1 : -1 : MAX_TOKENS], positions[-1:]))[:, None]
+        held = last - torch.remainder(last - torch.arange(R, device=last.device), R)  # by the row: the latest position of its remainder
+        rows = torch.remainder(held, len(self.long_values)).flatten()  # of a position below 0: any row, which no token sees
+        wide = (t.view(torch.int64).index_select(0, rows).view(torch.uint8) for t in (self.long_values, self.long_scales))
+        return Keys(*wide)
+
+
+def new_window(window_size: int, chunk: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Keys | Window:
+    """As ops.new_window; packed. Raises UserError for another width than 512."""
+    ring = new_keys(window_size + min(chunk, MAX_TOKENS), width, dtype, device)
+    return ring if chunk <= MAX_TOKENS else Window(*ring, *new_keys(window_size + chunk, width, dtype, device))
 
 
 def new_index_keys(rows: int, width: int, dtype: torch.dtype, device: torch.device | str) -> IndexKeys:

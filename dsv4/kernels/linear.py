@@ -69,7 +69,7 @@ def projections(x: torch.Tensor, weights: PackedWeights, activations: tuple[str,
 
     Raises UserError for other shapes, dtypes or activations.
     """
-    _refuse_activations("projections", activations)
+    refuse_activations("projections", activations)
     expect(len(activations) == len(weights.rows), "projections", f"{len(weights.rows)} activations, as many as weights", x=x)
     out = _launch("projections", x, weights, torch.float32)
     tokens = x.shape[0]
@@ -82,7 +82,7 @@ def linear(x: torch.Tensor, weight: PackedWeights, activations: str = "bf16") ->
 
     Raises UserError for other shapes, dtypes or activations.
     """
-    _refuse_activations("linear", (activations,))
+    refuse_activations("linear", (activations,))
     out = _launch("linear", x, weight, torch.bfloat16)
     return out.view(*out.shape[:-1], x.shape[0], -1)
 
@@ -97,7 +97,8 @@ def grouped_linear(x: torch.Tensor, weight: PackedWeights) -> torch.Tensor:
     return _launch("grouped_linear", x, weight, torch.bfloat16, grouped=True).view(*x.shape[:2], -1)
 
 
-def _refuse_activations(name, activations):
+def refuse_activations(name: str, activations: tuple[str, ...]) -> None:
+    """Raises UserError unless all are bf16."""
     if any(a != "bf16" for a in activations):
         raise UserError(f"{name}: expected bf16 activations, found {', '.join(activations)}: run with --backend torch")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from . import PROMPT_TOKENS
 from .launch import DTYPES, IN, OUT, WEIGHT, Kernel, expect
 
 STREAMS = 4  # hc_mult of every published checkpoint
 _MAX_TOKENS = 65535  # mhc_post: a token is a block row of the grid
 _MAX_PARTS = 4  # partial sums of a block's output
-_STEP_TOKENS, _MAX_COLUMNS, _SLICES, _SUMS = 8, 8192, 128, 11  # mhc_pre and hc_head (cuda/mhc.cuh)
+_MAX_COLUMNS, _SLICES, _SUMS = 8192, 128, 11  # mhc_pre and hc_head (cuda/mhc.cuh)
 
 _mhc_pre = Kernel("mhc_pre", {"o": IN, "X": IN, "post": IN, "comb": IN, "fn": WEIGHT, "base": WEIGHT, "scale": WEIGHT, "norm": WEIGHT,
                               "streams": OUT, "partials": OUT, "x": OUT, "next_post": OUT, "next_comb": OUT, "parts": int, "tokens": int,
@@ -50,10 +51,10 @@ def _site(name: str, X: torch.Tensor, rows: int, scales: int, fn: torch.Tensor, 
           norm: torch.Tensor) -> tuple[int, int, int, torch.Tensor]:
     """(S, D, columns a slice, the partial sums' workspace) of a site, whose tensors must have the shapes of its `rows` and `scales`."""
     S, D = (X.shape[0], X.shape[2]) if X.dim() == 3 else (0, 0)
-    expect(1 <= S <= _STEP_TOKENS and 8 <= D <= _MAX_COLUMNS and D % 8 == 0 and X.shape == (S, STREAMS, D) and X.dtype == torch.bfloat16
+    expect(1 <= S <= PROMPT_TOKENS and 8 <= D <= _MAX_COLUMNS and D % 8 == 0 and X.shape == (S, STREAMS, D) and X.dtype == torch.bfloat16
            and fn.shape == (rows, STREAMS * D) and base.shape == (rows,) and scale.shape == (scales,) and norm.shape == (D,)
            and all(t.dtype == torch.float32 for t in (fn, base, scale, norm)), name,
-           f"X [S, 4, D] in bf16, S up to {_STEP_TOKENS}, D a multiple of 8 up to {_MAX_COLUMNS}, and fn [{rows}, 4 D], base [{rows}], "
+           f"X [S, 4, D] in bf16, S up to {PROMPT_TOKENS}, D a multiple of 8 up to {_MAX_COLUMNS}, and fn [{rows}, 4 D], base [{rows}], "
            f"scale [{scales}] and norm [D] in fp32", X=X, fn=fn, base=base, scale=scale, norm=norm)
     return S, D, -(-D // (8 * _SLICES)) * 8, torch.empty(S, rows + _SUMS, _SLICES, device=X.device)
 
@@ -64,7 +65,7 @@ def mhc_pre(X: torch.Tensor, pending: tuple[torch.Tensor, torch.Tensor, torch.Te
     """X [S, 4, D] bf16; pending (o [S, D] bf16 or 1 to 4 partial sums [P, S, D] fp32, post [S, 4] and comb [S, 4, 4] fp32) or None;
     fn [24, 4 D], base [24], scale [3] and norm [D] fp32.
 
-    Returns X' [S, 4, D] (X itself if nothing is pending) and x [S, D] bf16, post [S, 4] and comb [S, 4, 4] fp32. S is 1 to 8, D a
+    Returns X' [S, 4, D] (X itself if nothing is pending) and x [S, D] bf16, post [S, 4] and comb [S, 4, 4] fp32. S is 1 to 1,024, D a
     multiple of 8 up to 8,192. Raises UserError for other shapes or dtypes.
     """
     rows = (2 + STREAMS) * STREAMS
@@ -90,7 +91,7 @@ def hc_head(X: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.
             hc_eps: float) -> torch.Tensor:
     """X [S, 4, D] bf16; fn [4, 4 D], base [4], scale [1], norm [D] fp32 -> [S, D] bf16, collapsed and normed.
 
-    S is 1 to 8, D a multiple of 8 up to 8,192. Raises UserError for other shapes or dtypes.
+    S is 1 to 1,024, D a multiple of 8 up to 8,192. Raises UserError for other shapes or dtypes.
     """
     S, D, columns, partials = _site("hc_head", X, STREAMS, 1, fn, base, scale, norm)
     out = X.new_empty(S, D)

@@ -69,9 +69,12 @@ def takes_short_order(code: int) -> bool:
 def takes(weight: Weight) -> bool:
     """Whether these products expand the weight to bf16 without rounding: all but FP8 with a block scale of more than 4 significant bits,
     which is rounded with each of its weights. Reads the scales, so the host waits: once, at load."""
-    if weight.kind != "fp8" or weight.scale.dtype == torch.uint8:
-        return True
-    return not bool((weight.scale.float().view(torch.int32) & 0xFFFFF).any())
+    return weight.kind != "fp8" or takes_scales(weight.scale)
+
+
+def takes_scales(scales: torch.Tensor) -> bool:
+    """`takes` of an FP8 weight's scales alone: uint8 (ue8m0) or any float dtype."""
+    return scales.dtype == torch.uint8 or not bool((scales.float().view(torch.int32) & 0xFFFFF).any())
 
 
 def arrange(x: torch.Tensor, short_order: bool, source: torch.Tensor | None = None) -> Arranged:
@@ -122,6 +125,14 @@ def linear(x: Arranged, weights: PackedWeights, most: int | None = None) -> tupl
     return tuple(_dense("linear", x, weights, i, 1, most) for i in range(len(weights.rows)))
 
 
+def projections(x: torch.Tensor, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:
+    """x [M, K] bf16, packed weights [N_i, K] -> fp32 [M, N_i] each, not rounded. Any M and N_i; x is arranged once for each order that the
+    weights want. As `linear` otherwise."""
+    orders = [takes_short_order(code) for code in weights.table[:, 1].tolist()]
+    arranged = {order: arrange(x, order) for order in sorted(set(orders))}
+    return tuple(_dense("projections", arranged[order], weights, i, 1, most, FLOATS) for i, order in enumerate(orders))
+
+
 def grouped_linear(x: Arranged, weight: PackedWeights, most: int | None = None) -> torch.Tensor:
     """x of [M, G, K], weight of one [G * R, K], R a multiple of 16 -> bf16 [M, G, R]: group g of x meets rows g * R .. of the weight.
     As `linear` otherwise."""
@@ -130,19 +141,19 @@ def grouped_linear(x: Arranged, weight: PackedWeights, most: int | None = None) 
     return _dense("grouped_linear", x, weight, 0, x.values.shape[1], most)
 
 
-def _dense(name, x, weights, i, groups, most):
+def _dense(name, x, weights, i, groups, most, result=ROUNDED):
     at, code, rows, bits = weights.table[i].tolist()
     tiles, items, size = weights.segments[i]
     M = x.values.shape[0]
     order = "short" if takes_short_order(code) else "long"
     expect(x.values.shape[1:-1].numel() == groups, name, "x of [M, K]", x=x.values)
-    expect(x.columns == weights.columns and rows % 8 == 0 and x.short_order == takes_short_order(code) and groups <= MAX_MATRICES, name,
-           f"x of {weights.columns} columns in the {order} order, and a multiple of 8 rows", x=x.values)
+    expect(x.columns == weights.columns and (rows % 8 == 0 or result == FLOATS) and x.short_order == takes_short_order(code)
+           and groups <= MAX_MATRICES, name, f"x of {weights.columns} columns in the {order} order, and a multiple of 8 rows", x=x.values)
     columns = rows // groups
-    out = torch.empty(M, groups, columns, dtype=torch.bfloat16, device=x.values.device)
+    out = torch.empty(M, groups, columns, dtype=torch.float32 if result == FLOATS else torch.bfloat16, device=x.values.device)
     if M:
         factor = float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
-        _gemm(code, ROUNDED, x, weights.data[at : at + tiles * items * size], out, M, columns, groups,
+        _gemm(code, result, x, weights.data[at : at + tiles * items * size], out, M, columns, groups,
               most or _most(M, groups * columns, 1, _blocks(out.device)), factor=factor)
     return out if x.values.dim() == 3 else out[:, 0]
 

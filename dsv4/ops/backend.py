@@ -55,6 +55,15 @@ def max_tokens() -> int | None:
     return _max_tokens
 
 
+def allow_prompts() -> None:
+    """On the kernels: from now on a step may have as many tokens as their products of a prompt take. For GPUs and weights of which that was
+    found (runtime.choose_steps)."""
+    global _max_tokens
+    from .. import kernels
+
+    _max_tokens = kernels.PROMPT_TOKENS
+
+
 def selected() -> str:
     """The backend that was chosen."""
     return _selected

@@ -94,7 +94,7 @@ def test_eps_counts(rng):
 
 @pytest.mark.parametrize("change", [
     lambda X, *site: (X.float(), *site), lambda X, *site: (X[0], *site), lambda X, *site: (X[:, :3], *site),
-    lambda X, *site: (X.expand(9, 4, 24), *site), lambda X, fn, *rest: (X, fn.repeat(6, 1), *rest),
+    lambda X, *site: (X.expand(1025, 4, 24), *site), lambda X, fn, *rest: (X, fn.repeat(6, 1), *rest),
     lambda X, fn, base, *rest: (X, fn, base[:3], *rest), lambda X, fn, base, scale, norm: (X, fn, base, scale.expand(3), norm),
     lambda X, fn, base, scale, norm: (X, fn, base, scale, norm.bfloat16()),
     lambda X, fn, base, scale, norm: (X[:, :, :20], fn[:, :80], base, scale, norm[:20]),

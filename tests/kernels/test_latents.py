@@ -159,6 +159,6 @@ def test_what_the_window_may_not_be(rng):
             run(site)
     with pytest.raises(UserError, match="update_caches: expected quantize=True.*found False: run with --backend torch"):
         run(Site(rng), quantize=False)
-    for S, rank in ((0, 64), (9, 64), (1, 2052), (1, 6)):
-        with pytest.raises(UserError, match="S from 1 to 8, q_rank a multiple of 4 up to 2048, found"):
+    for S, rank in ((0, 64), (1025, 64), (1, 2052), (1, 6)):
+        with pytest.raises(UserError, match="S from 1 to 1024, q_rank a multiple of 4 up to 2048, found"):
             run(Site(rng, S=S, rank=rank))

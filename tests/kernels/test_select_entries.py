@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4.errors import UserError
-from dsv4.kernels import MAX_TOKENS
+from dsv4.kernels import PROMPT_TOKENS
 from dsv4.kernels import indexer as module
 from dsv4.kernels.arrivals import arrivals
 from dsv4.ops.indexer import select_entries_ref
@@ -21,7 +21,7 @@ def select(scores, positions, ratio, top_k, **how):
     """The kernel's indices, compared with the definition's."""
     with emulated(**how):
         got = module.select_entries(scores, positions, ratio, top_k)
-        assert not arrivals("select_entries", scores.device, MAX_TOKENS).any()  # for the next launch
+        assert not arrivals("select_entries", scores.device, PROMPT_TOKENS).any()  # for the next launch
     assert got.dtype == torch.int32 and torch.equal(got, select_entries_ref(scores, positions, ratio, top_k))
     return got
 
@@ -235,7 +235,7 @@ def test_strided_scores_and_nothing_to_do(rng):
 @pytest.mark.parametrize("change", [
     lambda s, p: (s.double(), p, 4, 8), lambda s, p: (s, p.int(), 4, 8), lambda s, p: (s, p[:1], 4, 8), lambda s, p: (s[0], p, 4, 8),
     lambda s, p: (s, p, 0, 8), lambda s, p: (s, p, 4, 0), lambda s, p: (s, p, 4, 1025),
-    lambda s, p: (s[:, :1].expand(2, MOST + 1), p, 4, 8), lambda s, p: (s[:1].expand(9, 8), p[:1].expand(9), 4, 8),
+    lambda s, p: (s[:, :1].expand(2, MOST + 1), p, 4, 8), lambda s, p: (s[:1].expand(1025, 8), p[:1].expand(1025), 4, 8),
 ])
 def test_what_the_kernel_does_not_take(rng, change):
     with pytest.raises(UserError, match=r"select_entries: expected scores \[S, T\] in fp32 .*, found scores \["):

@@ -23,12 +23,15 @@ CONTEXT = 40
 NOT_IN_BF16 = {"nvfp4_linear", "rms_norm_to_nvfp4", "swiglu_to_nvfp4", "to_nvfp4"}  # operations of NVFP4 activations
 
 
-def load(name: str) -> Model:
-    """On a backend that is selected already, in bf16 with the trained quantisers."""
+def load(name: str, chunk: int | None = None) -> Model:
+    """In bf16 with the trained quantisers; `chunk` tokens of a prompt at once, by default 8 on the kernels."""
     ops.select_backend(name)
+    if chunk:
+        ops.allow_prompts()
     checkpoint = Checkpoint.open(FOLDER)
-    plan = make_plan(checkpoint, [CPU], layers=range(checkpoint.config.num_hidden_layers), context=CONTEXT,
-                     chunk=ops.max_tokens() or CONTEXT, dtype=torch.bfloat16, free_bytes=runtime.free_bytes, expand=name == "torch")
+    layers, chunk = range(checkpoint.config.num_hidden_layers), chunk or ops.max_tokens() or CONTEXT
+    plan = make_plan(checkpoint, [CPU], layers=layers, context=CONTEXT, chunk=chunk, dtype=torch.bfloat16, free_bytes=runtime.free_bytes,
+                     expand=name == "torch")
     return Model(checkpoint, plan, Numerics(dtype=torch.bfloat16, keep_dequantised=plan.keep_dequantised))
 
 
@@ -54,7 +57,8 @@ def greedy(model: Model, prompt: list[int], steps: int) -> tuple[list[int], torc
 
 
 @needs_gxx
-def test_the_bundled_model_answers_on_emulated_kernels(monkeypatch):
+@pytest.mark.parametrize("chunk", [None, 11])
+def test_the_bundled_model_answers_on_emulated_kernels(monkeypatch, chunk):
     tokenizer = encoding.Tokenizer(FOLDER / "tokenizer.json")
     prompt = tokenizer.encode(encoding.render([{"role": "user", "content": "What is the capital of France?"}]))
     want, rows = greedy(load("torch"), prompt, 2)
@@ -68,7 +72,7 @@ def test_the_bundled_model_answers_on_emulated_kernels(monkeypatch):
 
     monkeypatch.setattr(kernels, "wrappers", lambda wrappers=kernels.wrappers: {n: counted(n, k) for n, k in wrappers().items()})
     with emulated():
-        got, ours = greedy(load("cuda"), prompt, 2)
+        got, ours = greedy(load("cuda", chunk), prompt, 2)
     assert called == backend._definitions.keys() - NOT_IN_BF16
     assert got == want
     # bf16 on both sides: two right programs differ by roundings of 2^-9 through 6 layers, and by a choice of experts now and then.

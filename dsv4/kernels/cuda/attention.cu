@@ -33,7 +33,7 @@
 
 constexpr int kDim = 512, kPlain = 448, kRotary = kDim - kPlain;  // dims of a head, of these FP8, of these rotated
 constexpr int kKeyBytes = kPlain + 2 * kRotary, kScaleBytes = 8;
-constexpr int kUnit = 16, kWarpDims = 64;
+constexpr int kUnit = 16, kWarpDims = 64, kRingTokens = 8;  // tokens that share a ring of window keys
 constexpr int kWarps = kDim / kWarpDims, kThreads = 32 * kWarps, kRotaryWarp = kWarps - 1;
 constexpr int kMergeGroups = 4, kMergeThreads = kMergeGroups * (kDim / 8), kMaxSplits = 64;
 // A normed q is at most 512^0.5. It goes times 2^11: then f16 holds its bf16 exactly down to 2^-28.
@@ -483,6 +483,8 @@ attention_split(const float* q, const float* cos, const float* sin, const int64_
     const int split = blockIdx.x, splits = gridDim.x, token = blockIdx.z, head = blockIdx.y * kHeads, row = token * heads + head;
     char* scores = shared + At::kScores + warp * kWarpScores<kHeads>;
     char *scales = shared + At::kScales + warp * At::kWarpScales, *values = shared + At::kValues + warp * kWarpBytes;
+    const int64_t rings_before = int64_t(token / kRingTokens) * cache.ring;
+    cache.window_values += rings_before * kKeyBytes, cache.window_scales += rings_before * kScaleBytes;
     int all = units_of(cache.ring) + units_of(cache.entries);
     Query<kHeads> asked;
     Tile<kUnits> tile;
@@ -634,7 +636,7 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __nv_bflo
 }
 
 // q [tokens, heads, 512], sink [heads], cos and sin [tokens, 32] fp32; positions [tokens]; values [rows, 576] and scales [rows, 8] of the
-// window's `ring` rows and of `entries` entries (ratio 0: none); selected [tokens, top_k] (top_k 0: all entries). Working space: partial
+// window's `ring` rows, for each 8 tokens a ring of their own, and of `entries` entries (ratio 0: none); selected [tokens, top_k] (top_k 0: all entries). Working space: partial
 // [tokens, heads, splits, 512] bf16 and stats [tokens, heads, splits, 2], up to 64 splits. out [tokens, heads, 512] bf16. All but
 // positions, scales and selected are 16-byte aligned. A block has `block_heads` heads and takes `tile` units of 16 keys at a time: 8 and 2,
 // 16 and 2 or 5 if that is all of a split, else 32 and 4.

@@ -18,12 +18,13 @@ __global__ void __launch_bounds__(mhc::kMixThreads) hc_head_collapse(const mhc::
 }
 
 // X [tokens, 4, columns], fn [4, 4 columns], base [4], scale [1], norm [columns]; partials [tokens, 15, 128] is a
-// workspace; out [tokens, columns]. 1 to 8 tokens; columns a multiple of 8 up to 8,192, slice one of 8 up to 64 of which 128 are a row.
+// workspace; out [tokens, columns]. 1 to 65,535 tokens, tokens * 4 * columns below 2^31; columns a multiple of 8
+// up to 8,192, slice one of 8 up to 64 of which 128 are a row.
 extern "C" int hc_head(const __nv_bfloat16* X, const float* fn, const float* base, const float* scale, const float* norm, float* partials,
                        __nv_bfloat16* out, int tokens, int columns, int slice, float norm_eps, float hc_eps, cudaStream_t stream) {
     using namespace mhc;
-    const int staged = tokens * kStreams * slice * sizeof(float), blocks = (columns + kMixColumns - 1) / kMixColumns;
-    LAUNCH(hc_head_project, dim3(kSlices), dim3(kProjectThreads), staged, stream, X, fn, partials, tokens, columns, slice);
+    const int staged = min(tokens, kMostTokens) * kStreams * slice * sizeof(float), blocks = (columns + kMixColumns - 1) / kMixColumns;
+    LAUNCH(hc_head_project, dim3(kSlices, (tokens + kMostTokens - 1) / kMostTokens), dim3(kProjectThreads), staged, stream, X, fn, partials, tokens, columns, slice);
     if (const cudaError_t error = cudaGetLastError()) return error;
     LAUNCH(hc_head_collapse, dim3(blocks, tokens), dim3(kMixThreads), kMixShared, stream, X, partials, base, scale, norm, out, columns,
            1.0f / columns, norm_eps, hc_eps);

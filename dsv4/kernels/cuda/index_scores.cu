@@ -161,8 +161,11 @@ __device__ __forceinline__ float twice_relu(float x) { return x + fabsf(x); }
 
 __global__ void __launch_bounds__(kThreads, 1)
 index_scores_kernel(const float* q, const float* cos, const float* sin, const float* head_weights, const uint8_t* values,
-                    const uint8_t* scales, const int64_t* positions, float* scores, int tokens, int capacity, int top_k) {
+                    const uint8_t* scales, const int64_t* positions, float* scores, int all_tokens, int capacity, int top_k) {
     DYN_SMEM(char, shared);
+    const int first_token = blockIdx.y * kMaxTokens, tokens = min(all_tokens - first_token, kMaxTokens);
+    q += int64_t(first_token) * kHeads * kDim, cos += first_token * (kRope / 2), sin += first_token * (kRope / 2);
+    head_weights += first_token * kHeads, positions += first_token, scores += int64_t(first_token) * capacity;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);  // the same in all lanes, which the compiler cannot know otherwise
     const int stride = int(gridDim.x) * kGroups * kTile;
@@ -241,13 +244,15 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
 }
 
 // q [tokens, 64 * 128], cos and sin [tokens, 32], head_weights [tokens, 64] fp32; values [capacity, 64] and scales [capacity, 4] uint8
-// (IndexKeys); positions [tokens] int64 -> scores [tokens, capacity] fp32. tokens 1 to 8, values at a multiple of 16 bytes, scales of 4.
+// (IndexKeys); positions [tokens] int64 -> scores [tokens, capacity] fp32. tokens from 1 on, of which 8 share what is read of the keys
+// (blockIdx.y), values at a multiple of 16 bytes, scales of 4.
 extern "C" int index_scores(const float* q, const float* cos, const float* sin, const float* head_weights, const uint8_t* values,
                             const uint8_t* scales, const int64_t* positions, float* scores, int tokens, int capacity, int top_k,
                             cudaStream_t stream) {
-    if (tokens < 1 || tokens > kMaxTokens) return cudaErrorInvalidValue;
+    if (tokens < 1) return cudaErrorInvalidValue;
     const int units = (capacity + kTile - 1) / kTile, blocks = units < kBlocks ? units : kBlocks;
-    LAUNCH(index_scores_kernel, dim3(blocks), dim3(kThreads), shared_bytes(tokens), stream, q, cos, sin, head_weights, values, scales,
+    LAUNCH(index_scores_kernel, dim3(blocks, (tokens + kMaxTokens - 1) / kMaxTokens), dim3(kThreads),
+           shared_bytes(tokens < kMaxTokens ? tokens : kMaxTokens), stream, q, cos, sin, head_weights, values, scales,
            positions, scores, tokens, capacity, top_k);
     return cudaGetLastError();
 }

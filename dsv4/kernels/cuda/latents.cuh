@@ -13,15 +13,16 @@ struct Latents {
     const float *qa, *kv, *q_norm, *kv_norm, *cos, *sin;  // [tokens, rank], [tokens, 512], [rank], [512], [tokens, 32] twice
     const int64_t* positions;
     __nv_bfloat16* qr;         // [tokens, rank]
-    uint8_t *values, *scales;  // Keys: the window
-    int rank, ring;            // ring: the window's rows
+    uint8_t *values, *scales;            // Keys: the window
+    uint8_t *long_values, *long_scales;  // the same keys in a longer ring, or null
+    int rank, ring, long_ring;           // rings: their rows
     float eps;
 };
 
 // A vector's shared memory.
 struct VectorShared {
     float partial[kVectorThreads / 32];
-    int slot;
+    int slot, long_slot;
 };
 
 __device__ __forceinline__ void query_latent(const Latents& a, int token, int thread, int barrier, VectorShared& shared) {
@@ -61,12 +62,13 @@ __device__ __forceinline__ void window_key(const Latents& a, int token, int thre
     const unsigned position = static_cast<unsigned>(a.positions[token]);
     load(v, a.kv + token * kKey + dim);
     const Angles angles = load_angles(dim, kKey, a.cos + token * (kRope / 2), a.sin + token * (kRope / 2));
-    if (dim == 0) shared.slot = position % a.ring;  // before the barrier, so that ptxas loads it with the rest and not 0.3 us later
+    if (dim == 0) shared.slot = position % a.ring, shared.long_slot = a.long_values ? position % a.long_ring : 0;  // before the barrier, so that ptxas loads it with the rest and not 0.3 us later
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = round_bf16(v[i]);
     const float scale = rsqrtf(sum_of_warps<kVectorThreads / 32>(square_sum(v), shared.partial, barrier) / kKey + a.eps);
     norm_rope(v, scale, w, angles, dim, kKey);
     store_key(v, dim, a.values + shared.slot * kKeyBytes, a.scales + shared.slot * kKeyScales);
+    if (a.long_values) store_key(v, dim, a.long_values + shared.long_slot * kKeyBytes, a.long_scales + shared.long_slot * kKeyScales);
 }
 
 // Vectors 2 s and 2 s + 1: token s' query and key. `thread`: the number among the vector's; `barrier`: a named barrier of its own.

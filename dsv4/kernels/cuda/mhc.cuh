@@ -146,7 +146,7 @@ __device__ __forceinline__ void multiply_streams(uint4 mine, float* partials) {
     if (lane == 0) partials[kProducts * kSlices] = square;
 }
 
-// First kernel, kSlices blocks of kProjectThreads. A warp has four rows of fn, in registers; lane l has values 4 l to 4 l + 3 and 128 + 4 l
+// First kernel, kSlices blocks of kProjectThreads for each kMostTokens tokens (blockIdx.y). A warp has four rows of fn, in registers; lane l has values 4 l to 4 l + 3 and 128 + 4 l
 // to 128 + 4 l + 3 of the slice's four streams in a row. The tokens' streams are made by the warps from the last on, which for one or two
 // tokens have no row of fn and multiply the streams while the others do that.
 template <int ROWS>
@@ -166,18 +166,18 @@ __device__ __forceinline__ void project(const Return& last, const bf16* X, const
             for (int r = 0; r < kRowsPerWarp; r++) weights[i][r] = load_stream(first + r * kStreams * columns);
         }
     }
-    const int mine = kMostTokens - 1 - warp;
-    const Stream stream(last, X, mine, columns, begin);
+    const int first = blockIdx.y * kMostTokens, here = min(tokens - first, kMostTokens), mine = kMostTokens - 1 - warp;
+    const Stream stream(last, X, first + mine, columns, begin);
     grid_dependency_launch();
     grid_dependency_wait();
-    partials += blockIdx.x;
+    partials += first * (ROWS + kSums) * kSlices + blockIdx.x;
     if (width <= 0) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < tokens * (ROWS + kSums); i += kProjectThreads) partials[i * kSlices] = 0.0f;
+        for (int i = threadIdx.x; i < here * (ROWS + kSums); i += kProjectThreads) partials[i * kSlices] = 0.0f;
         return;
     }
     uint4 held;
-    if (mine < tokens) {
+    if (mine < here) {
         float value[8];
         held = stream.make(last, tokens, columns, width);
         if (stream.first >= width) held = make_uint4(0, 0, 0, 0);
@@ -185,9 +185,9 @@ __device__ __forceinline__ void project(const Return& last, const bf16* X, const
         if (stream.first < slice) store(staged + (mine * kStreams + lane / 4 % kStreams) * slice + stream.first, value);
     }
     __syncthreads();
-    if (mine < tokens) multiply_streams(held, partials + (mine * (ROWS + kSums) + ROWS) * kSlices);
+    if (mine < here) multiply_streams(held, partials + (mine * (ROWS + kSums) + ROWS) * kSlices);
     if (warp >= ROWS / kRowsPerWarp) return;
-    for (int token = 0; token < tokens; token++) {
+    for (int token = 0; token < here; token++) {
         float sum[kRowsPerWarp] = {};
 #pragma unroll
         for (int i = 0; i < kQuads; i++) {

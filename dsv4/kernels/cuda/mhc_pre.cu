@@ -137,14 +137,14 @@ __global__ void __launch_bounds__(mhc::kMixThreads, 1) mhc_pre_mix(const mhc::bf
 // What is pending, or all null: o [tokens, columns], or `parts` > 0 (up to 4) partial sums [parts, tokens, columns] in fp32; post
 // [tokens, 4], comb [tokens, 4, 4]; streams [tokens, 4, columns] for X'. X [tokens, 4, columns]. fn [24, 4 columns], base [24], scale [3],
 // norm [columns]. partials [tokens, 35, 128] is a workspace. x [tokens, columns], next_post, next_comb as post and comb.
-// 1 to 8 tokens; columns a multiple of 8 up to 8,192, slice one of 8 up to 64 of which 128 are a row; at least one iteration.
+// 1 to 65,535 tokens, tokens * 4 * columns below 2^31; columns a multiple of 8 up to 8,192, slice one of 8 up to 64 of which 128 are a row; at least one iteration.
 extern "C" int mhc_pre(const void* o, const __nv_bfloat16* X, const float* post, const float* comb, const float* fn, const float* base,
                        const float* scale, const float* norm, __nv_bfloat16* streams, float* partials, __nv_bfloat16* x, float* next_post,
                        float* next_comb, int parts, int tokens, int columns, int slice, int iterations, float norm_eps, float hc_eps,
                        cudaStream_t stream) {
     using namespace mhc;
-    const int staged = tokens * kStreams * slice * sizeof(float), blocks = 1 + (columns + kMixColumns - 1) / kMixColumns;
-    LAUNCH(mhc_pre_project, dim3(kSlices), dim3(kProjectThreads), staged, stream, Return{o, post, comb, streams, parts}, X, fn, partials,
+    const int staged = min(tokens, kMostTokens) * kStreams * slice * sizeof(float), blocks = 1 + (columns + kMixColumns - 1) / kMixColumns;
+    LAUNCH(mhc_pre_project, dim3(kSlices, (tokens + kMostTokens - 1) / kMostTokens), dim3(kProjectThreads), staged, stream, Return{o, post, comb, streams, parts}, X, fn, partials,
            tokens, columns, slice);
     if (const cudaError_t error = cudaGetLastError()) return error;
     LAUNCH(mhc_pre_mix, dim3(blocks, tokens), dim3(kMixThreads), kMixShared, stream, streams ? streams : X, partials, base, scale, norm, x,

@@ -152,8 +152,9 @@ __device__ __forceinline__ int choose(Ranking& of, int top_k) {
 
 template <class T, int kSteps>
 __global__ void __launch_bounds__(kThreads) router_kernel(const __nv_bfloat16* x, const T* gate, float* sums, unsigned* arrivals,
-                                                          Choice choice, int tokens, int experts, int columns) {
+                                                          Choice choice, int all_tokens, int experts, int columns) {
     DYN_SMEM(Shared, shared);
+    const int first_token = blockIdx.z * kMaxTokens, tokens = min(all_tokens - first_token, kMaxTokens);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     // A lane has 8 columns of a step, and of them rows g and g + 8 and token g. Which column is which k of a product is free.
     const int g = lane / 4, rows = rows_of_block(experts), row = blockIdx.x * rows + g, slice = blockIdx.y;
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __nv_bfloat16* x
     const int first = slice * of_slice + warp * kStep + lane % 4 * 8, left = min((slice + 1) * of_slice, columns) - first;
     const int left_low = g < rows && row < experts ? left : 0, left_high = g + 8 < rows && row + 8 < experts ? left : 0;
     const int left_x = g < tokens ? left : 0;
-    gate += int64_t(row) * columns + first, x += g * columns + first;
+    gate += int64_t(row) * columns + first, x += (first_token + g) * columns + first, sums += first_token * experts * kSlices;
     RowPack<T> low[kSteps], high[kSteps];
     load_row(low, gate, left_low);
     load_row(high, gate + 8 * columns, left_high);
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __nv_bfloat16* x
     // address leaves the arrays.
     int64_t given = 0;
     if (choice.table && warp < tokens && lane < choice.top_k) {
-        const int64_t id = choice.ids[warp], inside = id < 0 ? 0 : id < choice.vocab ? id : choice.vocab - 1;
+        const int64_t id = choice.ids[first_token + warp], inside = id < 0 ? 0 : id < choice.vocab ? id : choice.vocab - 1;
         given = choice.table[inside * choice.top_k + lane];
     }
 #pragma unroll
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __nv_bfloat16* x
         for (int w = 0; w < kWarps; w++) sum += shared->sums[w][tile_row][token];
         sums[(token * experts + expert) * kSlices + slice] = sum;
     }
-    if (!last_to_arrive(arrivals, gridDim.x * gridDim.y, &shared->last)) return;
+    if (!last_to_arrive(arrivals + blockIdx.z, gridDim.x * gridDim.y, &shared->last)) return;
 
     for (int s = 0; s < tokens; s++) {
         float4 parts[kPerThread];
@@ -238,8 +239,8 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const __nv_bfloat16* x
 #pragma unroll
     for (int j = 0; j < kMaxTopK; j++) total += __shfl_sync(~0u, picked, j);
     if (lane < choice.top_k) {
-        choice.chosen[warp * choice.top_k + lane] = mine;
-        choice.weights[warp * choice.top_k + lane] = picked / total * choice.route_scale;
+        choice.chosen[(first_token + warp) * choice.top_k + lane] = mine;
+        choice.weights[(first_token + warp) * choice.top_k + lane] = picked / total * choice.route_scale;
     }
 }
 
@@ -248,13 +249,15 @@ static void launch(const __nv_bfloat16* x, const T* gate, float* sums, unsigned*
                    int columns, cudaStream_t stream) {
     auto kernel = router_kernel<T, kSteps>;
     const int rows = rows_of_block(experts);
-    LAUNCH(kernel, dim3((experts + rows - 1) / rows, kSlices), dim3(kThreads), Shared::bytes(tokens), stream, x, gate, sums, arrivals,
+    LAUNCH(kernel, dim3((experts + rows - 1) / rows, kSlices, (tokens + kMaxTokens - 1) / kMaxTokens), dim3(kThreads),
+           Shared::bytes(min(tokens, kMaxTokens)), stream, x, gate, sums, arrivals,
            choice, tokens, experts, columns);
 }
 
-// x [tokens, columns] bf16, gate [experts, columns] of `gate_dtype`, sums [tokens, experts, 4] fp32 (workspace), arrivals: a counter, 0;
+// x [tokens, columns] bf16, gate [experts, columns] of `gate_dtype`, sums [tokens, experts, 4] fp32 (workspace), arrivals: a counter for
+// each 8 tokens, 0;
 // bias [experts] fp32, or table [vocab, top_k] int64 with ids [tokens] int64 -> chosen [tokens, top_k] int32, weights [tokens, top_k] fp32.
-// tokens and top_k 1 to 8, experts up to 384, columns a multiple of 8, x, gate and sums at multiples of 16 bytes.
+// tokens from 1 on, tokens * columns below 2^31, top_k 1 to 8, experts up to 384, columns a multiple of 8, x, gate and sums at multiples of 16 bytes.
 extern "C" int router(const void* x, const void* gate, const float* bias, const int64_t* table, const int64_t* ids, float* sums,
                       int* arrivals, int* chosen, float* weights, int tokens, int experts, int columns, int top_k, int vocab,
                       float route_scale, int gate_dtype, cudaStream_t stream) {
