@@ -23,7 +23,7 @@ from pathlib import Path
 
 # torch and the layers are imported where they are first used: --help and argument errors answer at once.
 from dsv4.answer import Answer
-from dsv4.arguments import OneLineParser, layer_counts, layer_range, machine, output_file, token_ids, whole
+from dsv4.arguments import OneLineParser, gibibytes, layer_counts, layer_range, machine, output_file, token_ids, whole
 from dsv4.errors import UserError
 from dsv4.terminal import Interrupt, progress_bar, read_text, say
 
@@ -61,6 +61,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                    help="auto: cuda (the kernels) on GPUs that they know, else torch (the definitions)")
     g.add_argument("--devices", metavar="LIST", default="auto", help="auto, cpu, or a list such as cuda:0,cuda:1 (default: auto)")
     g.add_argument("--layers-per-device", metavar="20,23", type=layer_counts, help="so many layers on each device (default: equal bytes)")
+    g.add_argument("--memory", metavar="GIB", type=gibibytes, help="use at most so much of each device (default: what it has free)")
+    g.add_argument("--stream-weights", choices=("host", "disk"),
+                   help="routed experts that do not fit the devices stay in host memory or in the files, and come when they are chosen")
     g.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and caches (default: float32 on a CPU, else bfloat16)")
     g.add_argument("--context", metavar="N", type=whole(1),
                    help="tokens to plan the caches for (default: prompt + new tokens; with --plan 4096)")
@@ -237,8 +240,8 @@ def generate(args: argparse.Namespace) -> int:
 def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: float) -> int:
     """The story: checkpoint, ids, plan, load, prefill, decode, report."""
     import encoding
-    from dsv4 import ops, runtime  # brings torch
-    from dsv4.decode import compare_with_prefill, hop_us
+    from dsv4 import ops, runtime, streaming  # brings torch
+    from dsv4.decode import compare_with_prefill, hop_us, hops
     from dsv4.report import planned_bytes, run_line
     from dsv4.sampler import Sampler
     from dsv4.synthetic import fill
@@ -255,17 +258,17 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     if args.layers:
         layers = checkpoint.config.num_hidden_layers
         say(f"partial model: layers {plan.layers[0]} to {plan.layers[-1]} of {layers}: the text means nothing")
-    finish, exit_code, failure = "interrupt", 130, None
+    finish, exit_code, failure, streamed = "interrupt", 130, None, None
     parser = None if args.raw or tokenizer is None else encoding.StreamParser(thinking=tokenizer.decode(ids[-1:]) == "<think>")
     answer = Answer(tokenizer, parser, eos, quiet=args.json)
-    run = None
+    run, hop = None, None
     try:
         if ops.selected_backend() == "cuda":
             runtime.build_kernels([d.device for d in plan.devices])
         loading = time.perf_counter()
         runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in plan.layers))
         model = load(checkpoint, plan, numerics_of(args, planner), interrupt)
-        model.on_layer = interrupt.check
+        model.on_layer, hop = interrupt.check, hops(model)
         sampler = Sampler(sampling, ids, checkpoint.config.vocab_size, plan.context, plan.devices[-1].device)
         run = Run(model, sampler, interrupt, keep_logits=args.dump_logits is not None or args.decode_consistency is not None)
         if args.past:
@@ -278,8 +281,9 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
         exit_code = 130 if finish == "interrupt" else 0
         if run.rows is not None and exit_code == 0:
             run.last_row(answer.ids)
-        if hop := hop_us(model):
-            run.timing["hop_us"] = hop
+        if hop:
+            run.timing["hop_us"] = hop_us(model)
+        streamed = streaming.report(model.supplies.values(), run.timing.get("decode_ms_median"))
     except Interrupt.Stop:
         finish, exit_code = "interrupt", 130
     except UserError as error:  # what was generated before it is kept
@@ -301,11 +305,12 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
     memory = runtime.peak_bytes([d.device for d in plan.devices])
     if args.json and answer.broken is None:
         result = {"model": str(checkpoint.folder), "prompt_ids": ids, "output_ids": answer.ids, "text": answer.text,
-                  "message": answer.message, "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()},
-                  "memory": memory, "planned": planned, "reserved": runtime.reserved_bytes([d.device for d in plan.devices])}
+                  "message": answer.message, "finish_reason": finish, "timing": {k: round(v, 4) for k, v in timing.items()}, "hop": hop,
+                  "streamed": streamed, "memory": memory, "planned": planned,
+                  "reserved": runtime.reserved_bytes([d.device for d in plan.devices])}
         print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
     if failure is None or answer.ids:
-        say(run_line(timing, memory, planned, finish))
+        say(run_line(timing, memory, planned, finish, streamed, hop))
     if failure is not None:
         say(f"error: {failure}")
     if answer.broken is not None:
@@ -359,7 +364,8 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     dump = 4 * rows * config.vocab_size
 
     def free_bytes(device):  # the rows to dump are kept on the host
-        return args.assume.free if args.assume else runtime.free_bytes(device) - (dump if device.type == "cpu" else 0)
+        free = args.assume.free if args.assume else runtime.free_bytes(device) - (dump if device.type == "cpu" else 0)
+        return min(free, args.memory or free)
 
     left = runtime.free_bytes(torch.device("cpu")) - dump
     if left < 0:
@@ -372,8 +378,8 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
     chunk = min(args.prefill_chunk or ops.max_tokens() or 512, tokens, ops.max_tokens() or tokens)
     wish = Wish(layers, context, chunk, dtype, logit_rows=chunk if dump else 1, dump_rows=rows,
                 caches=1 if args.decode_consistency is None else 2, auto=args.devices == "auto", per_device=counts,
-                drawn=bool(args.synthetic))
-    return Planner(checkpoint, [Room(device, free_bytes(device)) for device in devices], wish)
+                drawn=bool(args.synthetic), stream=args.stream_weights)
+    return Planner(checkpoint, [Room(device, free_bytes(device)) for device in devices], wish, None if args.assume else left)
 
 
 def check_against(args: argparse.Namespace, config, prompt_tokens: int | None) -> tuple[int, range]:
@@ -448,9 +454,9 @@ def choose_sampling(args: argparse.Namespace, defaults: dict):
 
 def load(checkpoint, plan, numerics, interrupt: Interrupt):
     """The model, layer by layer, under a bar of bytes that names the layer and its device."""
-    from dsv4.model import Model
+    from dsv4.model import Model, loaded_bytes
 
-    total = checkpoint.nbytes("embed") + checkpoint.nbytes("head") + sum(checkpoint.layer_bytes(n) for n in plan.layers)
+    total = checkpoint.nbytes("embed") + checkpoint.nbytes("head") + sum(loaded_bytes(checkpoint, plan, n) for n in plan.layers)
     with progress_bar(total, "load", "B") as bar:
 
         def on_progress(count, part, device):

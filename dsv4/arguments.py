@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from .machines import Machine, assumed
+from .machines import GIB, Machine, assumed
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -28,6 +28,17 @@ def whole(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def gibibytes(text: str) -> int:
+    """Bytes of a number of GiB above 0, such as 40 or 0.5."""
+    try:
+        number = float(text) if len(text) <= 20 else 0.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 2**20:
+        raise argparse.ArgumentTypeError(f"expected a number of GiB above 0, such as 40 or 0.5, found {text[:40]!r}")
+    return int(number * GIB)
 
 
 def token_ids(text: str) -> list[int]:

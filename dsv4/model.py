@@ -18,6 +18,7 @@ from .layers.moe import MoE
 from .layers.step import Rope, Step
 from .loader import Part, load
 from .plan import DevicePlan, Plan
+from .streaming import Supply
 
 
 class Block:
@@ -38,7 +39,8 @@ class Block:
 class Model:
     """DeepSeek-V4 bound to a checkpoint. `layers` maps the number of each layer that the plan runs to its Block, in order.
 
-    `on_layer`, if set, is called with each layer's number and its output streams: for interrupts and for looking inside.
+    `on_layer`, if set, is called with each layer's number and its output streams: for interrupts and for looking inside. `supplies` bring
+    the routed experts that do not stay on their device, one for each that has such layers.
     """
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan, numerics: Numerics,
@@ -50,10 +52,14 @@ class Model:
         first, last = plan.device_of(plan.layers[0]), plan.device_of(plan.layers[-1])
         outside = needs_outside_layers(self.config)
 
+        self.supplies = {d.device: Supply(checkpoint, plan.stream, d.device, d.streamed, plan.chunk) for d in plan.devices if d.streamed}
+
         def block(layer):
-            device = plan.device_of(layer)
-            return Part(f"layer {layer}", device, needs_of_layer(self.config, layer), checkpoint.layer_bytes(layer),
-                        lambda source: Block(Binder(source, f"layers.{layer}.", device, numerics), self.config, layer))
+            share = plan.share_of(layer)
+            streamed = self.supplies[share.device].of(layer) if layer in share.streamed else None
+            needs = [need for need in needs_of_layer(self.config, layer) if not plan.left_in_files(layer) or need.kind != "routed experts"]
+            return Part(f"layer {layer}", share.device, needs, loaded_bytes(checkpoint, plan, layer),
+                        lambda source: Block(Binder(source, f"layers.{layer}.", share.device, numerics, streamed), self.config, layer))
 
         made = load(checkpoint, [
             Part("embed", first, outside[:1], checkpoint.nbytes("embed"),
@@ -111,11 +117,12 @@ class Model:
             finite["the embedding"] = X.isfinite().all()
         return X
 
-    def run_share(self, share: DevicePlan, X: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, cache: Cache,
-                  finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def run_share(self, share: DevicePlan, X: torch.Tensor | Callable[[], torch.Tensor], ids: torch.Tensor, positions: torch.Tensor,
+                  cache: Cache, finite: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """One device's layers: all tensors are on it, and the host decides nothing by what they hold, so that the work can be captured in
-        a graph."""
-        streams, step = Streams(X), Step.at(positions, ids, self.rope)
+        a graph. `X`: the streams, or what waits for them and for `ids`, called behind all that needs neither."""
+        step = Step.at(positions, ids, self.rope)
+        streams = Streams(X() if callable(X) else X)
         for number in share.layers:
             streams = self.layers[number](streams, step, cache.layers[number])
             if finite is not None:  # what is wrong in the attention's part is wrong in X
@@ -141,3 +148,9 @@ class Model:
         raise CheckpointError(f"non-finite logits after {tokens} tokens: expected finite numbers, " + (
             f"{where} made the first that are not: its weights are corrupt, or activations overflow; helpers/compare_oracle.py looks inside"
             if finite else "found others: DSV4_SYNC=1 names the first layer that makes them"))
+
+
+def loaded_bytes(checkpoint: Checkpoint, plan: Plan, layer: int) -> int:
+    """Bytes of a layer that are read when the model is loaded, as stored."""
+    left = [n for n in needs_of_layer(checkpoint.config, layer) if n.kind == "routed experts"] if plan.left_in_files(layer) else []
+    return checkpoint.layer_bytes(layer) - sum(checkpoint.stored(need).nbytes for need in left)

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import loader, ops
+from . import loader, ops, streaming
 from .cache import layer_cache_bytes
 from .checkpoint import Checkpoint, Need, Stored, needs_of_layer, needs_outside_layers
 from .config import ModelConfig
 from .drawing import CHUNK
-from .errors import DoesNotFit
+from .errors import DoesNotFit, UserError
 from .kernels import MAX_TOKENS
 from .kernels.attention import UNIT, shares_of
 from .kernels.keys import KEY_BYTES, KEY_SCALES
@@ -36,6 +36,7 @@ class DevicePlan:
 
     weights, cache: kept. scratch: held besides at the peak of a step. graphs: the captured steps' own memory. loading: held
     besides the weights at the peak of the load, before there are caches. reserved: left free for what no tensor shows (machines.py).
+    streamed: the layers whose routed experts stay elsewhere, which are so many `streamed_bytes` there; slots: room for those on their way.
     """
 
     device: torch.device
@@ -47,11 +48,14 @@ class DevicePlan:
     graphs: int = 0
     loading: int = 0
     reserved: int = 0
+    streamed: tuple[int, ...] = ()
+    streamed_bytes: int = 0
+    slots: int = 0
 
     @property
     def needed(self) -> int:
         """At the higher of the two peaks, the load's and the run's."""
-        return self.weights + max(self.loading, self.cache + self.scratch + self.graphs)
+        return self.weights + self.slots + max(self.loading, self.cache + self.scratch + self.graphs)
 
     @property
     def missing(self) -> int:
@@ -62,7 +66,7 @@ class DevicePlan:
 @dataclass(frozen=True)
 class Plan:
     """The layers to run, in order, each on its device, for `context` tokens in steps of at most `chunk`; `host`: memory that a run on
-    GPUs takes beside them."""
+    GPUs takes beside them. stream: where the experts of streamed layers stay, "host" or "disk"; None: all are resident."""
 
     layers: tuple[int, ...]
     devices: tuple[DevicePlan, ...]
@@ -70,6 +74,7 @@ class Plan:
     chunk: int
     keep_dequantised: bool
     host: int = 0
+    stream: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -77,7 +82,15 @@ class Plan:
 
     def device_of(self, layer: int) -> torch.device:
         """Where a planned layer runs."""
-        return next(d.device for d in self.devices if layer in d.layers)
+        return self.share_of(layer).device
+
+    def share_of(self, layer: int) -> DevicePlan:
+        """The share of a planned layer's device."""
+        return next(d for d in self.devices if layer in d.layers)
+
+    def left_in_files(self, layer: int) -> bool:
+        """Whether a layer's routed experts are not read when it is loaded."""
+        return self.stream == "disk" and layer in self.share_of(layer).streamed
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Wish:
     """What is to be run. `logit_rows` rows of logits are made at once and `dump_rows` kept on the host; `caches` of the whole context are
     held. `expand`: quantised weights are kept dequantised (fp32, the same values, faster on the definitions) when that takes at most half
     of what is free. `auto`: on the fewest of the devices that suffice; `per_device`: so many layers on each. `drawn`: the weights are made
-    on the devices and not read."""
+    on the devices and not read. `stream`: where routed experts that do not fit the devices may stay, "host" or "disk"."""
 
     layers: range
     context: int
@@ -98,6 +111,7 @@ class Wish:
     auto: bool = False
     per_device: tuple[int, ...] | None = None
     drawn: bool = False
+    stream: str | None = None
 
 
 class Room(NamedTuple):
@@ -108,28 +122,33 @@ class Room(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """What would fit, the rest as wished: the largest context, the fewest GPUs (like the one with the most free), the longest run of layers
-    from the first one; None where nothing does."""
+    """What would fit, the rest as wished: the largest context, the fewest GPUs (like the one with the most free) without streaming, the
+    longest run of layers from the first one, where experts may stay if they may not yet; None where nothing does."""
 
     context: int | None
     devices: int | None
     layers: range | None
+    stream: str | None = None
 
 
 def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: range, context: int, chunk: int, dtype: torch.dtype,
               free_bytes: Callable[[torch.device], int], auto: bool = False, logit_rows: int = 1, expand: bool = True,
-              drawn: bool = False) -> Plan:
+              drawn: bool = False, stream: str | None = None) -> Plan:
     """The plan of a Wish. Raises DoesNotFit with the device, the bytes needed, the bytes free and what would fit."""
-    wish = Wish(layers, context, chunk, dtype, logit_rows, expand=expand, auto=auto, drawn=drawn)
+    wish = Wish(layers, context, chunk, dtype, logit_rows, expand=expand, auto=auto, drawn=drawn, stream=stream)
     return Planner(checkpoint, [Room(d, free_bytes(d)) for d in devices], wish).fitting()
 
 
 class Planner:
     """Plans for one checkpoint, of which it reads sizes only. The backend must have been selected: it decides what weights and caches
-    become."""
+    become. `host_free`: bytes that the host has for what is streamed from there (None: it is not judged)."""
 
-    def __init__(self, checkpoint: Checkpoint, rooms: list[Room], wish: Wish):
-        self.checkpoint, self.rooms, self.wish = checkpoint, rooms, wish
+    def __init__(self, checkpoint: Checkpoint, rooms: list[Room], wish: Wish, host_free: int | None = None):
+        if wish.stream == "host" and rooms[0].device.type == "cpu":
+            raise UserError("--stream-weights host: expected GPUs, found cpu, whose memory is the host's: use --stream-weights disk")
+        if wish.stream == "disk" and wish.drawn:
+            raise UserError("--stream-weights disk: expected a checkpoint's files, found weights that are drawn: use --stream-weights host")
+        self.checkpoint, self.rooms, self.wish, self.host_free = checkpoint, rooms, wish, host_free
         self.packs = ops.selected_backend() == "cuda"
         self._sizes: dict[str, Sizes] = {}
         self._caches: dict[tuple, int] = {}
@@ -142,7 +161,11 @@ class Planner:
     def fitting(self) -> Plan:
         """The plan; raises DoesNotFit in one line where it does not."""
         if self.plan.fits:
-            return self.plan
+            if self._host_suffices(self.plan):
+                return self.plan
+            raise DoesNotFit(f"--stream-weights host: needs {gib(self.plan.host)} GiB of host memory (experts "
+                             f"{gib(sum(d.streamed_bytes for d in self.plan.devices))}), has {gib(self.host_free)} GiB free: "
+                             + ("take more GPUs or fewer --layers" if self.wish.drawn else "--stream-weights disk needs none for them"))
         worst = max(self.plan.devices, key=lambda d: d.missing)
         raise DoesNotFit(
             f"{worst.device}: needs {gib(worst.needed)} GiB (weights {gib(worst.weights)}, caches for {self.wish.context} tokens "
@@ -150,12 +173,16 @@ class Planner:
             + (f") and {gib(worst.reserved)} in reserve" if worst.reserved else ")")
             + f", has {gib(worst.free)} GiB free: {self.advice()}; --plan shows all of it")
 
+    def _host_suffices(self, plan: Plan) -> bool:
+        return plan.stream != "host" or self.host_free is None or plan.host <= self.host_free
+
     def advice(self) -> str:
         """What would fit instead, in words."""
-        context, devices, layers = self.instead
+        context, devices, layers, stream = self.instead
         ways = [f"--context {context}"] if context else []
         ways += [f"{devices} such GPUs"] if devices else []
         ways += [f"--layers {layers.start}:{layers.stop}"] if layers else []
+        ways += [f"--stream-weights {stream}"] if stream else []
         return "it fits with " + ", or with ".join(ways) if ways else "nothing smaller fits: a device with more memory is needed"
 
     @cached_property
@@ -171,14 +198,26 @@ class Planner:
 
         count, largest = None, max(self.rooms, key=lambda room: room.free)
         if largest.device.type == "cuda":
-            need = sum(d.weights + d.cache for d in self.plan.devices) if not self.plan.keep_dequantised else 0
+            need = 0 if self.plan.keep_dequantised else sum(d.weights + d.cache + d.streamed_bytes for d in self.plan.devices)
             for n in range(max(1, need // max(1, largest.free)), len(wish.layers) + 1):
                 rooms = [Room(torch.device("cuda", i), largest.free) for i in range(n)]
-                if self._plan(rooms, replace(wish, auto=False, per_device=None)).fits:
+                if self._plan(rooms, replace(wish, auto=False, per_device=None, stream=None)).fits:
                     count = n
                     break
+        stream = next((where for where in ("host", "disk") if self._would_stream(where)), None)
         layers = len(wish.layers) if self.plan.fits else _largest(with_layers, len(wish.layers) - 1)
-        return Instead(_largest(with_context, most) or None, count, wish.layers[:layers] if layers else None)
+        return Instead(_largest(with_context, most) or None, count, wish.layers[:layers] if layers else None, stream)
+
+    def _would_stream(self, where: str) -> bool:
+        """Whether it fits with experts that stay there, and not without. Host memory that nobody knows is hoped for only where there is
+        nothing else."""
+        wish, on_cpu = self.wish, self.rooms[0].device.type == "cpu"
+        if self.plan.fits or wish.stream or (where == "disk" and wish.drawn):
+            return False
+        if where == "host" and (on_cpu or (self.host_free is None and not wish.drawn)):
+            return False
+        plan = self._plan(self.rooms, replace(wish, stream=where))
+        return plan.fits and self._host_suffices(plan)
 
     # ---- one plan
 
@@ -194,50 +233,86 @@ class Planner:
             shares = self._shares("packed" if self.packs else "stored", rooms[:count], wish)
             if not any(d.missing for d in shares):
                 break
+        if wish.stream and any(d.missing for d in shares):  # only now: resident on more devices comes before streamed on fewer
+            shares = self._shares("packed" if self.packs else "stored", rooms, wish, wish.stream)
         return self._made(shares, wish, False)
 
     def _made(self, shares, wish, keep):
-        return Plan(tuple(wish.layers), shares, wish.context, wish.chunk, keep, self._host(shares, wish, keep))
+        stream = wish.stream if any(d.streamed for d in shares) else None
+        return Plan(tuple(wish.layers), shares, wish.context, wish.chunk, keep, self._host(shares, wish, keep), stream)
 
-    def _shares(self, form: str, rooms: list[Room], wish: Wish) -> tuple[DevicePlan, ...]:
-        """Balanced by bytes; where that does not fit, as what the devices have free."""
+    def _shares(self, form: str, rooms: list[Room], wish: Wish, stream: str | None = None) -> tuple[DevicePlan, ...]:
+        """Balanced by bytes; where that does not fit, as what the devices have free. stream: where routed experts go that do not fit."""
         if wish.per_device:
-            return self._devices(form, rooms, wish, wish.per_device)
+            return self._devices(form, rooms, wish, wish.per_device, stream)
         sizes, caches = self._sizes_of(form), self._cache_bytes(wish)
         layers = [sizes.layers[n].kept + caches[n] for n in wish.layers]
         shares = ()
         for room in ([1] * len(rooms), [max(1, r.free) for r in rooms]):
-            shares = self._devices(form, rooms, wish, split(layers, sizes.first.kept, sizes.last.kept, room))
+            shares = self._devices(form, rooms, wish, split(layers, sizes.first.kept, sizes.last.kept, room), stream)
             if not any(d.missing for d in shares):
                 break
         return shares
 
-    def _devices(self, form, rooms, wish, counts) -> tuple[DevicePlan, ...]:
-        sizes, caches, out, start = self._sizes_of(form), self._cache_bytes(wish), [], 0
+    def _devices(self, form, rooms, wish, counts, stream) -> tuple[DevicePlan, ...]:
+        """Of a device's layers as few as can be are streamed, the first ones, and so the hash layers, whose choice is known early."""
         trial = self._cache_bytes(replace(wish, context=min(256, wish.context), caches=1)) if self.packs else {}
+        out, start = [], 0
         for i, (room, count) in enumerate(zip(rooms, counts, strict=True)):
-            layers, last = wish.layers[start : start + count], i == len(rooms) - 1
-            parts = [sizes.first] * (i == 0) + [sizes.layers[n] for n in layers] + [sizes.last] * last
-            weights, peak = 0, 0
-            steps = [step for part in parts for step in part.steps]
-            unread, ahead = (0, 0) if wish.drawn else (sum(step.read for step in steps), loader.AHEAD)
-            for step in steps:  # as loader.py does: AHEAD bytes on their way, a unit being bound and the one before it not yet let go
-                unread = max(0, unread - step.read)
-                weights += step.kept
-                peak = max(peak, weights + min(ahead + 2 * step.unit, step.passing + unread) + step.loading)
-            scratch = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
-            scratch += 8 * wish.context + (2 * self._streams(wish) if i else 0)  # the prompt, and where streams arrive (prefill.py)
-            graphs = 0
-            if self.packs:  # of a token, captured behind a run on a small cache, and of a chunk
-                graphs = sum(trial[n] for n in layers) + sum(self._step(room.device, wish, n, form) for n in {1, wish.chunk})
-            out.append(DevicePlan(room.device, tuple(layers), weights, sum(caches[n] for n in layers), scratch, room.free, graphs,
-                                  peak - weights, reserved(weights) if room.device.type == "cuda" else 0))
+            layers, ends = wish.layers[start : start + count], (i == 0, i == len(rooms) - 1)
+
+            def device(streamed, room=room, layers=layers, ends=ends):
+                return self._device(form, room, wish, tuple(layers), ends, trial, tuple(layers[:streamed]), stream)
+
+            made = device(0)
+            if made.missing and stream:
+                resident = _largest(lambda n, device=device, count=count: not device(count - n).missing, count - 1)
+                made = device(count - resident)
+            out.append(made)
             start += count
         return tuple(out)
+
+    def _device(self, form, room, wish, layers, ends, trial, streamed, stream) -> DevicePlan:
+        sizes, caches, (first, last) = self._sizes_of(form), self._cache_bytes(wish), ends
+        parts = [sizes.first] * first + [sizes.layers[n].streamed(stream) if n in streamed else sizes.layers[n] for n in layers]
+        parts += [sizes.last] * last
+        weights, peak = 0, 0
+        steps = [step for part in parts for step in part.steps]
+        unread, ahead = (0, 0) if wish.drawn else (sum(step.read for step in steps), loader.AHEAD)
+        for step in steps:  # as loader.py does: AHEAD bytes on their way, a unit being bound and the one before it not yet let go
+            unread = max(0, unread - step.read)
+            weights += step.kept
+            peak = max(peak, weights + min(ahead + 2 * step.unit, step.passing + unread) + step.loading)
+        scratch = self._step(room.device, wish, wish.chunk, form) + (4 * wish.context + self.checkpoint.config.vocab_size) * last
+        scratch += 8 * wish.context + (0 if first else 2 * self._streams(wish))  # the prompt, and where streams arrive (prefill.py)
+        graphs = 0
+        if self.packs:  # of a token, captured behind a run on a small cache, and of a chunk
+            graphs = sum(trial[n] for n in layers) + sum(self._step(room.device, wish, n, form) for n in {1, wish.chunk})
+        return DevicePlan(room.device, layers, weights, sum(caches[n] for n in layers), scratch, room.free, graphs, peak - weights,
+                          reserved(weights) if room.device.type == "cuda" else 0, streamed,
+                          sum(sizes.layers[n].expert * self.checkpoint.config.n_routed_experts for n in streamed),
+                          self._slots(form, room.device, wish, streamed, stream))
 
     def _streams(self, wish):
         """A chunk's, as they go from device to device."""
         return wish.chunk * self.checkpoint.config.hc_mult * self.checkpoint.config.hidden_size * wish.dtype.itemsize
+
+    def _slots(self, form, device, wish, streamed, stream):
+        """Room for the experts of streamed layers that are on their way (streaming.py)."""
+        if not streamed:
+            return 0
+        c, layers = self.checkpoint.config, [self._sizes_of(form).layers[n] for n in streamed]
+        kept, read = max(layer.expert for layer in layers), max(layer.steps[-1].read for layer in layers) // c.n_routed_experts
+        if not self.packs:
+            if stream == "host":  # one in use and the one that takes its place
+                return 2 * kept
+            return read * (1 + streaming.ahead(read, c.n_routed_experts) if device.type == "cpu" else 1)
+        slots = streaming.slots_of(wish.chunk, c.num_experts_per_tok, c.n_routed_experts)
+        total = slots * kept + len(layers) * (12 * (slots + 1) + 4 * wish.chunk * c.num_experts_per_tok)
+        if stream == "disk":  # packed when they come, from memory of their own
+            total += max(layer.steps[-1].loading for layer in layers)
+            total += read * (1 + streaming.ahead(read, c.n_routed_experts) if device.type == "cpu" else 1)
+        return total
 
     def _step(self, device, wish, tokens, form):
         """What a step of so many tokens holds at once."""
@@ -268,6 +343,13 @@ class Planner:
             return shares[0].needed
         sizes = self._sizes_of("fp32" if keep else "packed" if self.packs else "stored")
         buffers = 0 if wish.drawn else 2 * loader.PIECE * loader.MAX_READERS
+        for d in shares:
+            experts = self.checkpoint.config.n_routed_experts
+            if d.streamed and wish.stream == "host":
+                buffers += sum(streaming.pinned_bytes(experts, sizes.layers[n].expert) for n in d.streamed)
+            elif d.streamed:
+                read = max(sizes.layers[n].steps[-1].read for n in d.streamed) // experts
+                buffers += (1 + streaming.ahead(read, experts)) * streaming.pinned_bytes(1, read)
         return HOST + buffers + 4 * sizes.largest_matrix * keep + 4 * wish.dump_rows * self.checkpoint.config.vocab_size
 
 
@@ -330,13 +412,20 @@ class Binding(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A layer or an end of the model, in the steps in which it is bound: what is no routed expert, then these."""
+    """A layer or an end of the model, in the steps in which it is bound: what is no routed expert, then these. expert: what each of these
+    takes where it is kept."""
 
     steps: tuple[Binding, ...]
+    expert: int = 0
 
     @property
     def kept(self) -> int:
         return sum(step.kept for step in self.steps)
+
+    def streamed(self, where: str) -> Part:
+        """The same when its routed experts do not stay: read, made into something and taken to the host, or not read."""
+        alone, routed = self.steps
+        return Part((alone, routed._replace(kept=0, passing=routed.read)) if where == "host" else (alone,))
 
 
 class Sizes(NamedTuple):
@@ -357,7 +446,8 @@ def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.dev
         described = [(need, checkpoint.stored(need)) for need in needs]
         matrices.extend(math.prod(need.shape) for need in needs if need.linear)
         groups = [(r, [d for d in described if (d[0].kind == "routed experts") == r]) for r in (False, True)]
-        return Part(tuple(binding(group, routed, factors) for routed, group in groups if group))
+        steps = tuple(binding(group, routed, factors) for routed, group in groups if group)
+        return Part(steps, (steps[1].kept - factors) // config.n_routed_experts if len(steps) > 1 else 0)
 
     def binding(described: list[tuple[Need, Stored]], routed: bool, factors: int) -> Binding:
         kept = sum(kept_bytes(need, stored, form) for need, stored in described)

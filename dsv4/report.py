@@ -15,8 +15,9 @@ def planned_bytes(plan: Plan, resident: int) -> dict[str, int]:
     return {"host": plan.host} | {str(d.device): d.needed for d in plan.devices}
 
 
-def run_line(timing: dict, memory: dict, planned: dict, finish: str) -> str:
-    """The last line on standard error. `memory`: the measured peaks, `planned`: the plan's."""
+def run_line(timing: dict, memory: dict, planned: dict, finish: str, streamed: dict | None = None, hop: str | None = None) -> str:
+    """The last line on standard error. `memory`: the measured peaks, `planned`: the plan's, `streamed`: as streaming.report says it, `hop`:
+    what decode.hops says."""
     parts = [] if finish in ("stop", "length") else [finish]
     if "load_s" in timing:
         parts.append(f"load {timing['load_s']:.2f} s")
@@ -27,7 +28,11 @@ def run_line(timing: dict, memory: dict, planned: dict, finish: str) -> str:
                      f"{timing['decode_ms_per_token']:.1f} ms/token"
                      + (f", median {timing['decode_ms_median']:.2f}" if "decode_ms_median" in timing else ""))
     if "hop_us" in timing:
-        parts.append(f"hop {timing['hop_us']:.1f} us")
+        parts.append(f"hop {timing['hop_us']:.1f} us by {hop}")
+    if streamed:
+        parts.append(f"streamed {human_bytes(streamed['bytes'])} from {streamed['from']} at {streamed['gb_per_s']:.2f} GB/s, "
+                     f"{100 * streamed['fraction']:.0f} % of {streamed['measured_gb_per_s']:.2f} measured"
+                     + (f", {streamed['decode_gb_per_s']:.2f} over a token's time" if streamed["decode_gb_per_s"] else ""))
     parts.append("peak memory " + ", ".join(f"{name} {size / 2**20:,.0f} MiB (planned {planned[name] / 2**20:,.0f})"
                                             for name, size in memory.items()))
     return " | ".join(parts)
@@ -66,19 +71,21 @@ class PlanReport:
         for i, d in enumerate(plan.devices):
             devices.append({"device": str(d.device), "layers": [d.layers[0], d.layers[-1] + 1], "embedding": i == 0,
                             "head": i == len(plan.devices) - 1, "weights": d.weights, "caches": d.cache, "scratch": d.scratch,
-                            "graphs": d.graphs, "loading": d.loading, "needed": d.needed, "reserved": d.reserved, "free": d.free,
-                            "missing": d.missing})
+                            "graphs": d.graphs, "loading": d.loading, "slots": d.slots, "needed": d.needed, "reserved": d.reserved,
+                            "free": d.free, "missing": d.missing, "streamed": d.streamed_bytes,
+                            "streamed_layers": [d.streamed[0], d.streamed[-1] + 1] if d.streamed else None})
         m = self.machine
         assumed = {"name": m.name, "count": m.count, "total": m.total, "context": CONTEXT} if m else None
         return {"model": str(planner.checkpoint.folder), "family": family(planner.checkpoint.config),
                 "sizes_from": self._sizes_from, "assumed": assumed,
                 "backend": "cuda" if planner.packs else "torch", "dtype": str(planner.wish.dtype).removeprefix("torch."),
                 "layers": [plan.layers[0], plan.layers[-1] + 1], "context": plan.context, "chunk": plan.chunk,
-                "dequantised": plan.keep_dequantised, "fits": self.fits, "devices": devices,
+                "dequantised": plan.keep_dequantised, "stream": plan.stream, "fits": self.fits, "devices": devices,
                 "host": {"needed": plan.host, "free": self.host_free, "missing": self.host_missing},
                 "disk": self.disk._asdict() | {"missing": self.disk_missing},
                 "would_fit": {"context": instead.context, "devices": instead.devices,
-                              "layers": instead.layers and [instead.layers.start, instead.layers.stop]}}
+                              "layers": instead.layers and [instead.layers.start, instead.layers.stop],
+                              "stream": instead.stream}}
 
     def lines(self) -> list[str]:
         """For people."""
@@ -94,7 +101,8 @@ class PlanReport:
                f"{str(planner.wish.dtype).removeprefix('torch.')}, backend {'cuda' if planner.packs else 'torch'}, weights {form}",
                self._machine_line(), "",
                f"{'device':<9}{'layers':<16}" + "".join(f"{name:>10}" for name in (
-                   "weights", "caches", "scratch", "graphs", "loading", "needed", "reserve", "free")) + f"  {unit}"]
+                   "weights", *["slots"] * bool(plan.stream), "caches", "scratch", "graphs", "loading", "needed", "reserve", "free"))
+               + f"  {unit}"]
 
         def row(name, layers, *sizes):
             return f"{name:<9}{layers:<16}" + "".join(" " * 10 if x is None else f"{x / scale:>10.2f}" for x in sizes)
@@ -102,10 +110,11 @@ class PlanReport:
         for i, d in enumerate(plan.devices):
             layers = f"{d.layers[0]}-{d.layers[-1]}" if len(d.layers) > 1 else f"{d.layers[0]}"
             layers = "embed, " * (i == 0) + layers + ", head" * (i == len(plan.devices) - 1)
-            out.append(row(str(d.device), layers, d.weights, d.cache, d.scratch, d.graphs, d.loading, d.needed, d.reserved, d.free)
+            slots = [d.slots] * bool(plan.stream)
+            out.append(row(str(d.device), layers, d.weights, *slots, d.cache, d.scratch, d.graphs, d.loading, d.needed, d.reserved, d.free)
                        + (f"  {d.missing / scale:.2f} missing" if d.missing else ""))
         if len(plan.devices) > 1:
-            columns = ("weights", "cache", "scratch", "graphs", "loading", "needed", "reserved", "free")
+            columns = ("weights", *["slots"] * bool(plan.stream), "cache", "scratch", "graphs", "loading", "needed", "reserved", "free")
             out.append(row("all", "", *(sum(getattr(d, name) for d in plan.devices) for name in columns)))
         return [*out, "", *self._surroundings(), "", self._verdict()]
 
@@ -118,7 +127,7 @@ class PlanReport:
                 f"{CONTEXT / GIB:.2f} for the CUDA context")
 
     def _surroundings(self):
-        out, plan = [], self.plan
+        out, plan = self._streamed(), self.plan
         if plan.devices[0].device.type != "cpu":
             free = "not known" if self.host_free is None else f"{self.host_free / GIB:.2f} GiB"
             out.append(f"host       {plan.host / GIB:.2f} GiB needed, free: {free}")
@@ -129,12 +138,26 @@ class PlanReport:
                    + (f": {human_bytes(self.disk_missing)} missing" if self.disk_missing else ""))
         return out
 
+    def _streamed(self):
+        """What does not stay on the devices."""
+        out, config = [], self.planner.checkpoint.config
+        where = {"host": "stay in pinned host memory", "disk": "stay in the files"}.get(self.plan.stream)
+        for d in self.plan.devices:
+            if d.streamed:
+                token = d.streamed_bytes * config.num_experts_per_tok // config.n_routed_experts
+                out.append(f"streamed   {d.device}: the routed experts of layers {d.streamed[0]}-{d.streamed[-1]}, "
+                           f"{human_bytes(d.streamed_bytes)}, {where}; a token takes {human_bytes(token)}")
+        if self.planner.wish.stream and not out:
+            out.append("streamed   nothing: all of it fits")
+        return out
+
     def _verdict(self):
         if self.fits:
-            context, fewest, _ = self.planner.instead
+            context, fewest, *_ = self.planner.instead
             count = len(self.planner.wish.per_device or self.planner.rooms)
             on = f" on all {count} devices" if count > 1 else ""
-            return f"fits       up to {context} tokens of context{on}" + (f"; the fewest such GPUs that do: {fewest}" if fewest else "")
+            others = f"; the fewest such GPUs that {'hold all of it' if self.plan.stream else 'do'}: {fewest}" if fewest else ""
+            return f"fits       up to {context} tokens of context{on}{others}"
         devices = [str(d.device) for d in self.plan.devices if d.missing]
         short = devices if len(devices) <= 3 else [f"{len(devices)} of {len(self.plan.devices)} devices"]
         short += ["host"] * bool(self.host_missing) + ["disk"] * bool(self.disk_missing)

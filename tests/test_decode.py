@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 
 import pytest
 import torch
 
 from dsv4 import decode, kernels, ops
-from dsv4.decode import Decoder, GraphDecoder, compare_with_prefill, decoder, hop_us
-from dsv4.errors import CheckpointError, UserError
+from dsv4.decode import Decoder, GraphDecoder, compare_with_prefill, decoder, hop_us, hops
+from dsv4.errors import CheckpointError, KernelError, UserError
+from dsv4.kernels import hop
 from dsv4.plan import DevicePlan, Plan
 from dsv4.sampler import Sampler, Sampling
+from tests.emulator.emulator import emulated, needs_gxx
 from tests.memory_checkpoint import CPU, model_of, random_checkpoint
 
 CONTEXT = 60
@@ -51,6 +55,14 @@ def answer(kind, model, prompt, steps, **sampling):
     return tokens, torch.stack(rows), sampler.seen
 
 
+def split(model, devices):
+    """The model in so many shares of the CPU."""
+    layers = model.plan.layers
+    cuts = [round(i * len(layers) / devices) for i in range(devices + 1)]
+    shares = tuple(DevicePlan(CPU, layers[a:b], 0, 0, 0, 0) for a, b in zip(cuts, cuts[1:], strict=False))
+    model.plan = Plan(layers, shares, CONTEXT, CONTEXT, False)
+
+
 def test_a_capture_is_on_a_stream_of_its_gpu(monkeypatch):
     """torch.cuda.graph without one takes a stream of the GPU that was captured on first: the second GPU's work would run, uncaptured."""
     log, there = [], torch.device("cuda", 1)
@@ -68,7 +80,8 @@ def test_a_capture_is_on_a_stream_of_its_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: inside("device", device))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream=None: inside("graph", stream))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream=None: inside("graph", stream))
     replay, out = decode.capture(there, lambda: log.append("work") or 7)
     assert log == [("device", there), ("graph", ("stream", there)), "work", ("end", "graph"), ("end", "device")] and out == 7
     replay()
@@ -82,14 +95,80 @@ def test_graphs_give_the_tokens_of_single_steps(model, monkeypatch, seed, sampli
     trial run that left a trace in the cache, the position or the seen tokens would show."""
     prompt = torch.randint(model.config.vocab_size, (7,), generator=torch.Generator().manual_seed(seed)).tolist()
     want = answer(Decoder, model, prompt, 20, **sampling)
-    layers = model.plan.layers
-    cuts = [round(i * len(layers) / devices) for i in range(devices + 1)]
-    shares = tuple(DevicePlan(CPU, layers[a:b], 0, 0, 0, 0) for a, b in zip(cuts, cuts[1:], strict=False))
-    model.plan = Plan(layers, shares, CONTEXT, CONTEXT, False)
+    split(model, devices)
     monkeypatch.setattr(decode, "capture", fake_capture)
     tokens, rows, seen = answer(GraphDecoder, model, prompt, 20, **sampling)
     assert tokens == want[0] and torch.equal(seen, want[2])
     torch.testing.assert_close(rows, want[1], rtol=0, atol=1e-5)
+
+
+class Links:
+    """Which stages get a hop, as `linked` is asked for them: of the first stage (from the last), of the second, and so on."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = answers, 0
+
+    def __call__(self, sender, receiver):
+        self.asked += 1
+        return self.answers[(self.asked - 1) % len(self.answers)]
+
+
+@needs_gxx
+@pytest.mark.parametrize("links", [(True, True), (True, True, True), (False, True, True), (True, False, True)])
+def test_hops_give_the_tokens_of_copies(model, monkeypatch, seed, links):
+    """Streams and token through the emulated kernel, or some of them through copies; a second sequence on the same graphs, from a position
+    where the stages stand by chance."""
+    prompt = torch.randint(model.config.vocab_size, (7,), generator=torch.Generator().manual_seed(seed)).tolist()
+    monkeypatch.setattr(decode, "capture", fake_capture)
+    split(model, len(links))
+    runs = []
+    for linked in (Links(False), Links(*links)):
+        monkeypatch.setattr(decode, "linked", linked)
+        with emulated():
+            cache, rows = model.new_cache(), []
+            it = GraphDecoder(model, cache, Sampler(Sampling(temperature=0), [], model.config.vocab_size, CONTEXT, CPU))
+            asked = [linked.answers[i % len(linked.answers)] for i in range(len(links))]
+            assert [stage.arrives is not None for stage in it._stages] == asked
+            for ids in (prompt[:3], prompt):  # to position 7, and another 7 tokens
+                cache.reset()
+                it.sample(model.forward(ids, cache))
+                for _ in range(4):
+                    it.step()
+                    rows.append(it.logits.clone())
+            runs.append(torch.stack(rows))
+    assert torch.equal(*runs)
+
+
+@needs_gxx
+def test_a_hop_that_waits_in_vain_is_an_error_and_the_next_answer_is_right(model, monkeypatch):
+    """What the first stage sends is lost once; then a step is broken off between the stages. Numbers of steps still pair up."""
+    monkeypatch.setattr(decode, "capture", fake_capture)
+    monkeypatch.setattr(decode, "linked", Links(True))
+    monkeypatch.setattr(hop, "LIMIT_MS", 5)
+    split(model, 2)
+    with emulated():
+        cache = model.new_cache()
+        it = GraphDecoder(model, cache, Sampler(Sampling(temperature=0), [], model.config.vocab_size, CONTEXT, CPU))
+
+        def answer(steps=3):
+            cache.reset()
+            return [it.sample(model.forward([5, 6, 7], cache))] + [it.step() for _ in range(steps)]
+
+        want, (first, second) = answer(), it._stages
+        answer(1), answer(0)  # so that what was sent last is of the same position
+        for lost in (second, first):  # the streams; the token, of which the step before has sent another one
+            with monkeypatch.context() as patch:
+                patch.setattr(lost.arrives, "send", lambda *_: None)
+                with pytest.raises(KernelError, match=r"^hop to cpu: expected the streams of cpu within 0.005 s, found none: [^\n]*$"):
+                    it.step()
+            assert answer() == want
+            answer(0)
+        replay = second.replay
+        second.replay = lambda: 1 // 0
+        with pytest.raises(ZeroDivisionError):
+            it.step()
+        second.replay = replay
+        assert answer() == want
 
 
 def test_the_graphs_follow_a_cache_that_others_extend(model, monkeypatch):
@@ -188,3 +267,70 @@ def test_a_hop_is_half_of_a_round_trip_of_the_slowest_neighbours(model, monkeypa
     shares = tuple(DevicePlan(CPU, (n,), 0, 0, 0, 0) for n in range(4))
     model.plan = Plan(tuple(range(4)), shares, CONTEXT, CONTEXT, False)
     assert hop_us(model) == pytest.approx(3.0) and len(pairs) == 3
+
+
+def test_a_hop_by_peer_stores_is_measured_by_a_graph_on_each_gpu(model, monkeypatch):
+    """The two graphs at once, each of so many sends and receives of the same streams, under numbers that pair up and are used once."""
+    trips, threads, seen, failures = 5, [], [], []
+
+    class Pipe:
+        def __init__(self, sender, receiver, nbytes):
+            self.queue, self.nbytes, self.checked = queue.Queue(), nbytes, 0
+            seen.append(self)
+
+        def send(self, X, token, number):
+            assert X.nbytes == self.nbytes == 4 * 4 * model.config.hidden_size and token.shape == (1,)
+            self.queue.put(int(number))
+
+        def receive(self, X, token, number):
+            if self.queue.get(timeout=5) != int(number):
+                failures.append(int(number))
+            self.numbers = [*getattr(self, "numbers", []), int(number)]
+
+        def check(self):
+            for thread in threads:
+                thread.join()
+            self.checked += 1
+
+    def captured(device, work):
+        def replay():
+            threads.append(threading.Thread(target=work))
+            threads[-1].start()
+
+        return replay, None
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.started = len(threads)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return float(other.started - self.started)
+
+    for name, value in (("Event", Event), ("_sleep", lambda cycles: None), ("device", lambda device: contextlib.nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in (("Hop", Pipe), ("capture", captured), ("captures", lambda: True), ("linked", lambda a, b: True)):
+        monkeypatch.setattr(decode, name, value)
+    split(model, 2)
+    assert hop_us(model, trips) == pytest.approx(1e3 * 2 / (2 * trips)) and not failures
+    there, back = seen
+    assert there.numbers == back.numbers == list(range(1, 2 * trips + 1)) and there.checked == back.checked == 2
+
+
+def test_the_way_of_the_hops_is_told(model, monkeypatch):
+    assert hops(model) is None
+    shares = tuple(DevicePlan(torch.device("cuda", i), (i,), 0, 0, 0, 0) for i in range(3))
+    model.plan = Plan(tuple(range(3)), shares, CONTEXT, CONTEXT, False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    assert hops(model) == "events"  # the definitions capture nothing
+    monkeypatch.setattr(decode, "captures", lambda: True)
+    assert hops(model) == "peer stores"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b.index) != (1, 2))
+    assert hops(model) == "peer stores; events from cuda:1 to cuda:2"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    assert hops(model) == "events"

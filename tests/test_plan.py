@@ -527,8 +527,10 @@ def test_one_gpu_can_be_enough():
 
 
 def test_nothing_fits_a_gpu_that_is_smaller_than_a_layer():
-    it = planner(true_size("pro"), 8 * GIB)
-    assert it.instead == (None, None, None) and it.advice().startswith("nothing smaller fits")
+    it = planner(true_size("pro"), GIB)
+    assert it.instead == (None, None, None, None) and it.advice().startswith("nothing smaller fits")
+    it = planner(true_size("pro"), 8 * GIB)  # but it fits one that holds all but the routed experts
+    assert it.instead == (None, None, None, "disk") and it.advice() == "it fits with --stream-weights disk"
 
 
 def test_a_plan_needs_no_gpu_and_asks_for_none(monkeypatch):

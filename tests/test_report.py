@@ -78,7 +78,7 @@ def test_the_table_of_what_does_not_fit(run, flash):  # noqa: F811
     code, out, err = run("--plan", "--assume", "1xH200", "--model", flash)
     row, verdict = (next(line for line in out.splitlines() if line.startswith(start)) for start in ("cuda:0", "does not fit"))
     assert (code, err) == (4, "") and row.endswith(" missing")
-    assert verdict == "does not fit: cuda:0; it fits with 2 such GPUs, or with --layers 0:37"
+    assert verdict == "does not fit: cuda:0; it fits with 2 such GPUs, or with --layers 0:37, or with --stream-weights disk"
     _, out, err = run("--plan", "--assume", "5x20", "--model", flash)
     assert err == ("note: the torch definitions run, and not the kernels: --assume: expected a GPU by its name, found GPU of 20 GiB, which "
                    "tells no architecture\n")
@@ -98,9 +98,10 @@ def test_the_line_after_a_run():
     timing = {"load_s": 11.5, "prefill_s": 1.0, "prefill_tokens": 16, "prefill_tokens_per_s": 900.0, "decode_tokens": 49,
               "decode_tokens_per_s": 80.0, "decode_ms_per_token": 12.5, "decode_ms_median": 7.125, "hop_us": 8.66}
     memory, planned = {"host": 3 << 30, "cuda:0": 79 << 30, "cuda:1": 76 << 30}, {"host": 2 << 30, "cuda:0": 80 << 30, "cuda:1": 77 << 30}
-    assert run_line(timing, memory, planned, "length") == (
-        "load 11.50 s | prefill 16 tokens, 900.0 tokens/s | decode 49 tokens, 80.0 tokens/s, 12.5 ms/token, median 7.12 | hop 8.7 us | "
-        "peak memory host 3,072 MiB (planned 2,048), cuda:0 80,896 MiB (planned 81,920), cuda:1 77,824 MiB (planned 78,848)")
+    assert run_line(timing, memory, planned, "length", hop="peer stores") == (
+        "load 11.50 s | prefill 16 tokens, 900.0 tokens/s | decode 49 tokens, 80.0 tokens/s, 12.5 ms/token, median 7.12 | "
+        "hop 8.7 us by peer stores | peak memory host 3,072 MiB (planned 2,048), "
+        "cuda:0 80,896 MiB (planned 81,920), cuda:1 77,824 MiB (planned 78,848)")
     less = {name: timing[name] for name in ("load_s", "prefill_s", "prefill_tokens", "prefill_tokens_per_s")}
     assert run_line(less | {"decode_tokens": 0}, {"host": 0}, {"host": 0}, "interrupt") == (
         "interrupt | load 11.50 s | prefill 16 tokens, 900.0 tokens/s | peak memory host 0 MiB (planned 0)")
@@ -116,11 +117,13 @@ def test_what_is_planned_has_the_names_of_what_is_measured():
 
 SCHEMA = {
     "model": str, "family": str, "sizes_from": str, "assumed": {"name": str, "count": int, "total": int, "context": int}, "backend": str,
-    "dtype": str, "layers": [int], "context": int, "chunk": int, "dequantised": bool, "fits": bool,
+    "dtype": str, "layers": [int], "context": int, "chunk": int, "dequantised": bool, "stream": (str, type(None)),
+    "fits": bool,
     "devices": [{"device": str, "layers": [int], "embedding": bool, "head": bool, "weights": int, "caches": int, "scratch": int,
-                 "graphs": int, "loading": int, "needed": int, "reserved": int, "free": int, "missing": int}],
+                 "graphs": int, "loading": int, "slots": int, "needed": int, "reserved": int, "free": int, "missing": int, "streamed": int,
+                 "streamed_layers": ([int], type(None))}],
     "host": {"needed": int, "free": (int, type(None)), "missing": int}, "disk": {"total": int, "present": int, "free": int, "missing": int},
-    "would_fit": {"context": (int, type(None)), "devices": (int, type(None)), "layers": ([int], type(None))},
+    "would_fit": {"context": (int, type(None)), "devices": (int, type(None)), "layers": ([int], type(None)), "stream": (str, type(None))},
 }
 
 
@@ -153,7 +156,7 @@ def test_the_object(run, flash):  # noqa: F811
     for d in plan["devices"]:
         assert d["needed"] == d["weights"] + max(d["loading"], d["caches"] + d["scratch"] + d["graphs"])
         assert d["free"] == 96 * GIB - CONTEXT and d["reserved"] == reserved(d["weights"]) and d["missing"] == 0 < d["graphs"]
-    assert plan["would_fit"] == {"context": 1 << 20, "devices": 2, "layers": [0, 43]}
+    assert plan["would_fit"] == {"context": 1 << 20, "devices": 2, "layers": [0, 43], "stream": None}
     code, plan = plan_of(run, "--assume", "1x8", "--backend", "torch", "--model", flash)
     check(plan, SCHEMA)
     assert code == 4 and not plan["fits"] and plan["devices"][0]["missing"] > 100 * GIB and plan["host"]["free"] is None

@@ -35,8 +35,10 @@ def refuse_sizes(config) -> None:
 def wrappers() -> dict[str, Callable]:
     """Operation name -> kernel. Nothing is compiled until the first call."""
     from .attention import attention
+    from .cute.grouped import grouped_nvfp4_linear, grouped_swiglu_nvfp4
     from .experts import pack_experts
     from .front import grouped_linear, linear, moe, projections
+    from .grouped import group_choices, group_nvfp4, sum_choices
     from .indexer import index_scores, select_entries
     from .keys import new_index_keys, new_keys, new_window
     from .linear import pack_weights
@@ -47,6 +49,6 @@ def wrappers() -> dict[str, Callable]:
     from .update_caches import update_caches
 
     return {f.__name__: f for f in (
-        attention, grouped_linear, hc_head, index_scores, linear, mhc_post, mhc_pre, moe, new_index_keys, new_keys, new_window,
-        nvfp4_linear, pack_experts, pack_gate, pack_weights, projections, rms_norm_to_nvfp4, router, sample, select_entries,
-        swiglu_to_nvfp4, to_nvfp4, update_caches)}
+        attention, group_choices, group_nvfp4, grouped_linear, grouped_nvfp4_linear, grouped_swiglu_nvfp4, hc_head, index_scores, linear,
+        mhc_post, mhc_pre, moe, new_index_keys, new_keys, new_window, nvfp4_linear, pack_experts, pack_gate, pack_weights, projections,
+        rms_norm_to_nvfp4, router, sample, select_entries, sum_choices, swiglu_to_nvfp4, to_nvfp4, update_caches)}

@@ -57,25 +57,48 @@ def pack_experts(routed: Sequence, shared) -> PackedExperts:
     return PackedExperts(up_shared, up_routed, down_shared, down_routed, factors.to(shared.w1.device), formats, columns, inner)
 
 
+def pack_shared(up: torch.Tensor, down: torch.Tensor, kinds: tuple[str, str], shared) -> PackedExperts:
+    """The shared expert packed beside `places` for routed ones of these formats, which `pack_expert` or a copy fills later: `moe` takes the
+    places' numbers for experts. Their rows of `factors` are to be filled too. Errors as pack_experts."""
+    inner, columns = shared.w1.shape
+    factors = torch.ones(len(up) + 1, 3)
+    up_shared, down_shared, formats = _pack("the shared expert", [shared], inner, columns, shared.w1.device, factors[-1:])
+    formats = formats[0], FORMATS[kinds[0]], formats[1], FORMATS[kinds[1]]
+    return PackedExperts(up_shared, up, down_shared, down, factors.to(shared.w1.device), formats, columns, inner)
+
+
 def _pack(called, experts, inner, columns, device, factors):
     """(w1 with w3, w2, the two formats) of experts of one format; fills their rows of `factors`. called: how errors name number {}."""
-    shapes, kinds = ((inner, columns), (columns, inner), (inner, columns)), None
+    kinds = None
     numbers = itertools.count()
     for expert in experts:  # without enumerate, which holds an expert until the next one is there
         i = next(numbers)
-        found = tuple(w.kind for w in expert), tuple(tuple(w.shape) for w in expert)
-        if kinds is None and found[0][0] == found[0][2]:
-            kinds = found[0]
-            up = torch.empty(len(experts), *packed_shape(kinds[0], inner, columns, ROWS // 2), dtype=torch.uint8, device=device)
-            down = torch.empty(len(experts), *packed_shape(kinds[1], columns, inner), dtype=torch.uint8, device=device)
-        if found != (kinds, shapes):
-            raise UserError(f"pack_experts: expected experts of one format, w1 and w3 {list(shapes[0])} alike, w2 {list(shapes[1])}, "
-                            f"found w1, w2, w3 of {', '.join(found[0])} and {', '.join(str(list(s)) for s in found[1])} in "
-                            f"{called.format(i)}")
-        _, (factors[i, 0], factors[i, 1]) = pack_pair(expert.w1, expert.w3, up[i])
-        _, factors[i, 2] = pack_matrix(expert.w2, down[i])
+        if kinds is None and expert.w1.kind == expert.w3.kind:
+            kinds = expert.w1.kind, expert.w2.kind
+            up, down = places(len(experts), kinds, inner, columns, device)
+        factors[i] = pack_expert(called.format(i), expert, kinds, inner, columns, up[i] if kinds else None, down[i] if kinds else None)
         del expert
     return up, down, (FORMATS[kinds[0]], FORMATS[kinds[1]])
+
+
+def places(count: int, kinds: tuple[str, str], inner: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for `count` experts of these formats (of w1 and w3, of w2) as PackedExperts has them: up_routed, down_routed."""
+    shapes = packed_shape(kinds[0], inner, columns, ROWS // 2), packed_shape(kinds[1], columns, inner)
+    return tuple(torch.empty(count, *shape, dtype=torch.uint8, device=device) for shape in shapes)
+
+
+def pack_expert(called: str, expert, kinds: tuple[str, str] | None, inner: int, columns: int, up: torch.Tensor,
+                down: torch.Tensor) -> torch.Tensor:
+    """Packs one ops.Expert of these formats into an expert's place of up_* and down_*; its row of `factors`, on the host. Raises UserError,
+    in which it is `called` so, for other formats or shapes."""
+    shapes = (inner, columns), (columns, inner), (inner, columns)
+    found = tuple(w.kind for w in expert), tuple(tuple(w.shape) for w in expert)
+    if kinds is None or found != ((*kinds, kinds[0]), shapes):
+        raise UserError(f"pack_experts: expected experts of one format, w1 and w3 {list(shapes[0])} alike, w2 {list(shapes[1])}, "
+                        f"found w1, w2, w3 of {', '.join(found[0])} and {', '.join(str(list(s)) for s in found[1])} in {called}")
+    _, (w1, w3) = pack_pair(expert.w1, expert.w3, up)
+    _, w2 = pack_matrix(expert.w2, down)
+    return torch.tensor([w1, w3, w2])
 
 
 def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: torch.Tensor, limit: float, activations: str = "bf16",

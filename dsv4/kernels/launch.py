@@ -15,9 +15,9 @@ from . import build
 
 # What a tensor is to the kernel; all go as addresses. The emulator checks it: IN and WEIGHT are only read, OUT is wholly written and never
 # read before, WORK (a workspace) too but not wholly, INOUT holds data and may be written. HOST is a CPU tensor that the C function itself
-# reads before it launches. Kernels overlap the end of the one before (LAUNCH in cuda/common.cuh): only a WEIGHT,
-# which no kernel writes, may be read before grid_dependency_wait().
-IN, WEIGHT, OUT, WORK, INOUT, HOST = TENSORS = "in", "weight", "out", "work", "inout", "host"
+# reads before it launches. PEER is INOUT in any place, another GPU's memory or pinned memory of the host. Kernels overlap the end of the
+# one before (LAUNCH in cuda/common.cuh): only a WEIGHT, which no kernel writes, may be read before grid_dependency_wait().
+IN, WEIGHT, OUT, WORK, INOUT, HOST, PEER = TENSORS = "in", "weight", "out", "work", "inout", "host", "peer"
 _CTYPES = {**dict.fromkeys(TENSORS, ctypes.c_void_p), int: ctypes.c_int, float: ctypes.c_float}
 _CPU_BLOCKS = 8  # what the emulator runs of a kernel that wants a block an SM
 _CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
@@ -53,7 +53,7 @@ class Kernel:
 
     def __init__(self, name: str, arguments: dict):
         self.name, self.arguments = name, arguments
-        self._on_host = [kind == HOST for kind in arguments.values()]
+        self._elsewhere = [kind if kind in (HOST, PEER) else None for kind in arguments.values()]
         self._functions: dict[int, Callable] = {}  # by device index
 
     def built(self, arch: str) -> Path:
@@ -79,10 +79,10 @@ class Kernel:
         if len(values) != len(ordered):
             raise TypeError(f"{self.name} takes {', '.join(self.arguments)}, got {', '.join(values)}")
         addresses, device = [], None
-        for value, on_host in zip(ordered, self._on_host, strict=True):
+        for value, elsewhere in zip(ordered, self._elsewhere, strict=True):
             if isinstance(value, torch.Tensor):
                 here = value.get_device()  # -1: the CPU
-                if on_host and here < 0 and value.is_contiguous():
+                if elsewhere and (elsewhere == PEER or here < 0) and value.is_contiguous():
                     addresses.append(value.data_ptr())
                     continue
                 if (here != device and device is not None) or not value.is_contiguous():

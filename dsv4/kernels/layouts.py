@@ -6,10 +6,14 @@ cuBLAS) the scale of row r and group g stands at 16 (r % 32) + 4 (r // 32) + g: 
 tile is filled with zeros, so that values which are not there count nothing (a NaN there would).
 
 Values, two e2m1 codes a byte, the even one low, are rows along K ("K-major"): what a checkpoint holds, but for the fill at the edges.
+
+The rows of a step's routed experts (`Groups`) lie one expert behind the other, without gaps; their scales are in tiles that begin anew with
+each expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +58,79 @@ def nvfp4_operand(weight: Weight) -> Nvfp4Operand:
     if weight.kind != "nvfp4":
         raise ValueError(f"expected an nvfp4 weight, found {weight.kind}")
     return Nvfp4Operand(pad_k_major(weight.payload, TMA_COLUMNS), swizzle_scales(weight.scale.view(torch.uint8)), weight.global_scale)
+
+
+class Groups(NamedTuple):
+    """Which rows are whose, on the device: the N = S k choices of `chosen` [S, k], a row each, sorted by expert and within an expert by
+    token and slot. All int32.
+
+    order: [N], the choice (token * k + slot) of each row. rows: [S, k], the row of each choice. offsets: [E + 1], an expert's first row.
+    tiles and pairs: [plan_entries, 4], an entry for each 128 (256) rows of an expert: the expert, the first row, how many rows, the tile of
+    scales that they begin. counts: [2], how many entries these two have; what is behind them means nothing.
+    """
+
+    order: torch.Tensor
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    tiles: torch.Tensor
+    pairs: torch.Tensor
+    counts: torch.Tensor
+
+
+class GroupedNvfp4(NamedTuple):
+    """The rows [N, K] of Groups in NVFP4. values: uint8 [N, K / 2]; scales: e4m3 bytes, `len(groups.tiles)` rows of tiles, those of an
+    expert from its first entry's on, zeros in its last tile behind its rows, anything behind the last expert's; row_scales: fp32 [N]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    row_scales: torch.Tensor
+
+    def of(self, groups: Groups, expert: int) -> Nvfp4:
+        """An expert's rows. Waits for the device."""
+        first, last = groups.offsets[expert : expert + 2].tolist()
+        wide = _tiles(1, self.values.shape[1] // 8)[1] * TILE_BYTES
+        tile = _first_tile(groups, expert) * wide
+        scales = self.scales[tile : tile + _tiles(last - first, 1)[0] * wide]
+        return Nvfp4(self.values[first:last], scales, self.row_scales[first:last], True)
+
+
+class GroupedOperand(NamedTuple):
+    """The NVFP4 weights of E experts, [E, out, in] together. values: uint8 [E, out, in' / 2], in' the next multiple of 32; scales: e4m3
+    bytes [E, swizzled_bytes]; scale: fp32 [E], or [E, 2] where the rows are 16 of w1 and the same 16 of w3 in turn."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    scale: torch.Tensor
+
+
+def plan_entries(rows: int, experts: int, height: int) -> int:
+    """The most entries of `height` rows that so many rows of so many experts can have."""
+    return (rows + (height - 1) * min(rows, experts)) // height
+
+
+def _first_tile(groups: Groups, expert: int) -> int:
+    counts = groups.offsets[1:] - groups.offsets[:-1]
+    return (-(-counts[:expert] // SCALE_ROWS)).sum().item()
+
+
+def grouped_operand(weights: Sequence[Weight]) -> GroupedOperand:
+    """The experts' weights of one shape (w2's). Raises ValueError for a weight that is no NVFP4."""
+    operands = [nvfp4_operand(w) for w in weights]
+    return GroupedOperand(torch.stack([o.values for o in operands]), torch.stack([o.scales for o in operands]),
+                          torch.tensor([o.scale for o in operands], dtype=torch.float32, device=operands[0].values.device))
+
+
+def grouped_gate_up(gates: Sequence[Weight], ups: Sequence[Weight]) -> GroupedOperand:
+    """Each expert's w1 and w3 as one operand, by 16 rows in turn. Raises ValueError for a weight that is no NVFP4, or a w3 of another shape
+    than its w1."""
+    values, scales, scale = [], [], []
+    for pair in zip(gates, ups, strict=True):
+        if any(w.kind != "nvfp4" for w in pair):
+            raise ValueError(f"expected nvfp4 weights, found {' and '.join(w.kind for w in pair)}")
+        values.append(pad_k_major(interleave_gate_up(*(w.payload for w in pair)), TMA_COLUMNS))
+        scales.append(swizzle_scales(interleave_gate_up(*(w.scale.view(torch.uint8) for w in pair))))
+        scale.append([w.global_scale for w in pair])
+    return GroupedOperand(torch.stack(values), torch.stack(scales), torch.tensor(scale, dtype=torch.float32, device=values[0].device))
 
 
 def swiglu_scale(limit: float) -> float:

@@ -38,14 +38,15 @@ class Numerics:
 
 
 class Binder:
-    """Reads the weights below a name prefix on to a device."""
+    """Reads the weights below a name prefix on to a device. `streamed`, of a layer whose routed experts do not stay there: what makes its
+    experts in place of ops.pack_experts; they have `bring(chosen, ids)` (dsv4/streaming.py)."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, device: torch.device, numerics: Numerics):
-        self.checkpoint, self.prefix, self.device, self.numerics = checkpoint, prefix, device, numerics
+    def __init__(self, checkpoint: Checkpoint, prefix: str, device: torch.device, numerics: Numerics, streamed: Callable | None = None):
+        self.checkpoint, self.prefix, self.device, self.numerics, self.streamed = checkpoint, prefix, device, numerics, streamed
 
     def below(self, name: str) -> Binder:
         """The binder of a part: below("attn") reads `<prefix>attn.*`."""
-        return Binder(self.checkpoint, f"{self.prefix}{name}.", self.device, self.numerics)
+        return Binder(self.checkpoint, f"{self.prefix}{name}.", self.device, self.numerics, self.streamed)
 
     def fp32(self, name: str) -> torch.Tensor:
         """A small tensor, in fp32: norms, scales, biases, mHC. Raises CheckpointError if it is not finite: a router's NaN would choose
@@ -77,5 +78,7 @@ class Binder:
         """pack(*weights), where what the kernels refuse of a weight is said with its name."""
         try:
             return pack(*weights)
+        except CheckpointError:  # of reading what is packed
+            raise
         except UserError as error:
             raise UserError(f"{self.prefix}{name}: {error}: run with --backend torch") from None

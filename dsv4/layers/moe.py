@@ -14,7 +14,8 @@ from .step import Step
 
 
 class MoE:
-    """Hash layers take a token's experts from a table by its id, the others by score; both weigh them by score."""
+    """Hash layers take a token's experts from a table by its id, the others by score; both weigh them by score. Experts that are streamed
+    (Binder.streamed) are brought once they are chosen."""
 
     def __init__(self, bind: Binder, config: ModelConfig, layer: int):
         self.config = config
@@ -25,14 +26,20 @@ class MoE:
         routed = _Experts(bind, [f"experts.{e}" for e in range(config.n_routed_experts)])
         shared = _Experts(bind, ["shared_experts"])
         self.activations, self.shared_activations = routed.input(), shared.input()
-        self.experts = bind.packing("experts", ops.pack_experts, routed, shared[0])
+        self.streamed = bind.streamed is not None
+        self.experts = bind.packing("experts", bind.streamed or ops.pack_experts, routed, shared[0])
+        if self.streamed:
+            self.experts.table = self.experts_of_token
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [S, D], ffn-normed -> [S, D]."""
         c = self.config
         chosen, weights = ops.router(x, self.gate, c.num_experts_per_tok, c.routed_scaling_factor, bias=self.bias,
                                      table=self.experts_of_token, ids=step.ids)
-        return ops.moe(x, self.experts, chosen, weights, c.swiglu_limit, self.activations, self.shared_activations)
+        experts = self.experts
+        if self.streamed:
+            experts, chosen = experts.bring(chosen, step.ids)
+        return ops.moe(x, experts, chosen, weights, c.swiglu_limit, self.activations, self.shared_activations)
 
 
 class _Experts(Sequence):

@@ -22,9 +22,9 @@ class Expert(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A layer's experts: the routed ones by number, and the shared one."""
+    """A layer's experts: the routed ones by number, each of which is there when it is asked for, and the shared one."""
 
-    routed: list[Expert]
+    routed: Sequence[Expert]
     shared: Expert
 
 

@@ -59,8 +59,9 @@ extern "C" int conformance_matrices(const void* x, const int* order, uint32_t* o
     return cudaGetLastError();
 }
 
-// x [64 KB] through shared memory in rounds of 4 KB: cp.async in three groups under way, bulk copies in a ring of three slots with a thread
-// of its own, and load_stream; out [3, 64 KB].
+// x [64 KB] through shared memory in rounds of 4 KB: cp.async in three groups under way (in odd rounds pieces of 4 bytes for those of 16 with
+// an odd number; zeros for the last 1,000 bytes), bulk copies in a ring of three slots with a thread of its own, and load_stream; out
+// [3, 64 KB].
 constexpr int kRound = 4096, kRounds = 16, kSlots = 3, kThreads = 128;
 __global__ void copies(const uint4* x, uint4* out) {
     DYN_SMEM(char, memory);
@@ -71,7 +72,19 @@ __global__ void copies(const uint4* x, uint4* out) {
     auto slot = [&](int round) { return reinterpret_cast<uint4*>(memory + round % kSlots * kRound); };
     auto issue = [&](int round) {
         if (round < kRounds)
-            for (int i = t; i < words; i += kThreads) cp_async_16(slot(round) + i, x + round * words + i);
+            for (int i = t; i < words; i += kThreads) {
+                uint4* to = slot(round) + i;
+                const uint4* from = x + round * words + i;
+                const int left = kRounds * words * 16 - 1000 - (round * words + i) * 16;  // bytes up to the zeros
+                if (round % 2 == 0) {
+                    cp_async_16(to, from);
+                } else if (i % 2 == 0) {
+                    cp_async_16(to, from, left >= 16);
+                } else {
+                    for (int k = 0; k < 4; k++)
+                        cp_async_4(reinterpret_cast<char*>(to) + 4 * k, reinterpret_cast<const char*>(from) + 4 * k, left >= 4 * k + 4);
+                }
+            }
         cp_async_commit();
     };
     issue(0), issue(1);
@@ -114,8 +127,9 @@ extern "C" int conformance_copies(const void* x, void* out, cudaStream_t stream)
     return cudaGetLastError();
 }
 
-// i runs over all 16-bit patterns. packed [7, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i,
-// bf16 pair of the floats x[i] and y[i], byte_perm of a and b by c, f16 pair of the floats. small [n]: to_e4m3(x[i]); floats [3, n]:
+// i runs over all 16-bit patterns. packed [9, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i,
+// bf16 pair of the floats x[i] and y[i], byte_perm of a and b by c, f16 pair of the floats, bits of a and b selected by c, a rotated by
+// i % 32. small [n]: to_e4m3(x[i]); floats [3, n]:
 // from_e4m3(i), bf16_lo(a), bf16_hi(a).
 __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t* c, const float* x, const float* y, uint32_t* packed,
                             uint8_t* small, float* floats, int n) {
@@ -129,6 +143,8 @@ __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t
     packed[4 * n + i] = pack_bf16(x[i], y[i]);
     packed[5 * n + i] = byte_perm(a[i], b[i], c[i]);
     packed[6 * n + i] = pack_f16(opaque(x)[i], y[i]);
+    packed[7 * n + i] = select_bits(a[i], b[i], c[i]);
+    packed[8 * n + i] = rotate_left(a[i], i % 32);
     small[i] = to_e4m3(x[i]);
     floats[i] = from_e4m3(uint8_t(i));
     floats[n + i] = bf16_lo(a[i]);
@@ -220,5 +236,27 @@ __global__ void arrivals(const int* x, int* values, unsigned* counters, int* out
 }
 extern "C" int conformance_arrivals(const int* x, int* values, unsigned* counters, int* out, int n, int most, cudaStream_t stream) {
     LAUNCH(arrivals, dim3(n), dim3(64), sizeof(bool), stream, x, values, counters, out, most);
+    return cudaGetLastError();
+}
+
+// out [2 n, 2]: pair i of x [n, 2] by the loads and stores of other GPUs' memory, and the same by what this thread then reads there; counters
+// [2]: what all threads store, and 1 if no clock went back and thread 0's ran on.
+__global__ void system_accesses(const uint64_t* x, uint64_t* out, int* counters, int n) {
+    grid_dependency_wait();
+    const int i = threadIdx.x;
+    const uint64_t began = global_nanoseconds();
+    uint64_t a, b;
+    load_pair_system(x + 2 * i, a, b);
+    store_pair_system(out + 2 * i, a, b);
+    load_pair_system(out + 2 * i, a, b);
+    store_pair_system(out + 2 * (n + i), a, b);
+    store_system(counters, 7);
+    uint64_t now = global_nanoseconds();
+    if (i) return;
+    while (now == began) now = global_nanoseconds();
+    store_system(counters + 1, now > began && now - began < 1'000'000'000);
+}
+extern "C" int conformance_system(const void* x, void* out, int* counters, int n, cudaStream_t stream) {
+    LAUNCH(system_accesses, dim3(1), dim3(n), 0, stream, static_cast<const uint64_t*>(x), static_cast<uint64_t*>(out), counters, n);
     return cudaGetLastError();
 }

@@ -70,6 +70,35 @@ __global__ void warpgroup(const __grid_constant__ TensorMap a_map, const __grid_
 #endif
 }
 
+// out [64, 64] = a [64, 64] b [64, 64]^T in bf16, a in registers, b in rows of 128 bytes that the threads write, swizzled.
+__global__ void from_registers(const uint32_t* a, const uint4* b, float* out) {
+#ifdef DSV4_WARPGROUPS
+    DYN_SMEM(uint4, rows);
+    grid_dependency_wait();
+    const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4, q = t % 4;
+    for (int i = t; i < 64 * 8; i += 128) rows[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = b[i];
+    fence_async_shared();
+    __syncthreads();
+    uint32_t registers[4][4];
+    for (int step = 0; step < 4; step++)
+        for (int i = 0; i < 4; i++) registers[step][i] = a[(row + i % 2 * 8) * 32 + step * 8 + i / 2 * 4 + q];
+    float d[32];
+    const uint64_t operand = wgmma_operand(rows, Swizzle::k128, 1024);
+    wgmma_fence(registers);
+    wgmma_bf16<true>(d, registers[0], operand);
+    wgmma_bf16<false>(d, registers[1], operand + 2);
+    wgmma_bf16<false>(d, registers[2], operand + 4);
+    wgmma_bf16<false>(d, registers[3], operand + 6);
+    wgmma_commit();
+    wgmma_wait(d);
+    for (int i = 0; i < 32; i++) out[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + 2 * q + i % 2] = d[i];
+#endif
+}
+extern "C" int conformance_wgmma_registers(const uint32_t* a, const uint4* b, float* out, cudaStream_t stream) {
+    LAUNCH(from_registers, dim3(1), dim3(128), 64 * 128, stream, a, b, out);
+    return cudaGetLastError();
+}
+
 template <int kind, int N> static cudaError_t launch(const void* a, const void* b, float* out, int swizzle, cudaStream_t stream) {
     const Swizzle s = static_cast<Swizzle>(swizzle);
     const int element = kind == 2 ? 1 : 2, row = swizzle ? 16 << swizzle : 128, box_row = swizzle ? row : 16;

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #define DSV4_EMULATOR 1
+#define DSV4_WARPGROUPS
 #define __global__ static
 #define __device__
 #define __host__
@@ -106,7 +107,7 @@ Sums mma(Values values, Fragments mine, const char* what, const char* file, int 
 Four ldmatrix(const void* row, int matrices, bool transposed, const char* what, const char* file, int line);
 void stmatrix(void* row, Four registers, bool transposed, const char* what, const char* file, int line);
 Four load_stream(const void* p);
-void cp_async(void* shared, const void* global);
+void cp_async(void* shared, const void* global, unsigned bytes, bool there, const char* what);
 void cp_async_commit();
 void cp_async_wait(unsigned groups);
 void mbarrier_init(uint64_t* bar, unsigned count);
@@ -119,6 +120,7 @@ void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar);
 void grid_wait();
 void grid_launch();
 int load_earlier(const int* p);
+uint64_t nanoseconds();
 unsigned cluster_rank();
 unsigned cluster_size();
 void cluster_sync(const char* file, int line);
@@ -398,7 +400,11 @@ __forceinline__ void stmatrix_x4_trans(void* row, const uint32_t (&r)[4], EMU_SI
     emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, true, "stmatrix_x4_trans", file, line);
 }
 
-__forceinline__ void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global); }
+__forceinline__ void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global, 16, true, "cp_async_16"); }
+__forceinline__ void cp_async_16(void* shared, const void* global, bool there) {
+    emu::cp_async(shared, global, 16, there, "cp_async_16");
+}
+__forceinline__ void cp_async_4(void* shared, const void* global, bool there) { emu::cp_async(shared, global, 4, there, "cp_async_4"); }
 __forceinline__ void cp_async_commit() { emu::cp_async_commit(); }
 template <int N> __forceinline__ void cp_async_wait() { emu::cp_async_wait(N); }
 
@@ -450,6 +456,14 @@ template <int n> __forceinline__ void wgmma_bf16(float (&d)[n], const uint32_t (
 }
 template <int N> __forceinline__ void registers_more() {}
 template <int N> __forceinline__ void registers_less() {}
+template <bool first> __forceinline__ void wgmma_bf16(float (&d)[32], const uint32_t (&a)[4], uint64_t b, EMU_SITE) {
+    emu::Tile mine = {};
+    if (!first) for (int i = 0; i < 32; i++) mine.d[i] = d[i];
+    emu::wgmma(emu::Values::kBf16, 64, mine, a, 0, b, "wgmma_bf16", file, line);
+    for (int i = 0; i < 32; i++) d[i] = mine.d[i];
+}
+__forceinline__ void wgmma_wait(float (&)[32], EMU_SITE) { emu::wgmma_wait(0, file, line); }
+template <int N> __forceinline__ void wgmma_fence(uint32_t (&)[N][4], EMU_SITE) { emu::wgmma_fence(file, line); }
 
 __forceinline__ uint64_t tensor_operand(const void* first, Swizzle swizzle, unsigned group_bytes, unsigned cell_bytes = 16) {
     const uint64_t code = swizzle == Swizzle::kNone ? 0 : 8 - 2 * unsigned(swizzle);
@@ -510,6 +524,21 @@ __forceinline__ unsigned atomic_inc_fenced(unsigned* counter, unsigned most) {
     return old;
 }
 
+// Another GPU's or the host's accesses do not happen within a launch here, so these order and wait for nothing.
+__forceinline__ void store_pair_system(uint64_t* p, uint64_t a, uint64_t b) {
+    emu::check_aligned(p, 16);
+    p[0] = a, p[1] = b;
+}
+__forceinline__ void load_pair_system(const volatile uint64_t* p, uint64_t& a, uint64_t& b) {  // volatile: each poll is a read
+    emu::check_aligned(const_cast<const uint64_t*>(p), 16);
+    a = p[0], b = p[1];
+}
+EMU_UNCHECKED inline void store_system(int* p, int x) {  // by several threads, as an atomic's
+    emu::atomic(p, sizeof x, "store_system", __builtin_return_address(0));
+    *p = x;
+}
+inline uint64_t global_nanoseconds() { return emu::nanoseconds(); }
+
 __forceinline__ unsigned cluster_rank() { return emu::cluster_rank(); }
 __forceinline__ unsigned cluster_size() { return emu::cluster_size(); }
 __forceinline__ void cluster_sync(EMU_SITE) { emu::cluster_sync(file, line); }
@@ -542,3 +571,5 @@ __forceinline__ float max_nan(float a, float b) { return a != a ? a : b != b ? b
 __forceinline__ float2 fma_f32x2(float2 a, float2 b, float2 c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
 __forceinline__ float reciprocal(float x) { return 1.0f / x; }
 __forceinline__ uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+__forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask) | (b & ~mask); }
+__forceinline__ uint32_t rotate_left(uint32_t x, unsigned bits) { return x << bits % 32 | x >> (32 - bits) % 32; }

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / "build" / "emulator"  # ignored by git, removed by `make clean`
 GUARD = 1 << 16  # bytes around every tensor
 LIBRARY = ("emulator.h", "common.cuh")  # a mistake is reported at the place that calls into these
-KINDS = (launch.IN, launch.OUT, launch.INOUT, launch.WEIGHT, launch.WORK)  # as emu_region numbers them
+KINDS = (launch.IN, launch.OUT, launch.INOUT, launch.WEIGHT, launch.WORK)  # as emu_region numbers them; PEER is INOUT to it
 # -O1 without the vectoriser: the accesses of the source, at their own size. Never -ffast-math; x86-64 without -mfma contracts nothing.
 KERNEL_FLAGS = ("-std=c++17", "-O1", "-g", "-fno-tree-vectorize", "-fsanitize=thread", "-fPIC", "-Wall", "-Wextra", "-Werror",
                 "-Wno-unknown-pragmas", "-Wno-psabi", f"-I{HERE}", "-include", "emulator.h", "-x", "c++")
@@ -130,6 +130,7 @@ class Guarded:
         self.addresses: list[int] = []  # of the copies, empty ones too, whose data_ptr() is null
         self.memory: list[torch.Tensor] = []
         for (name, kind), value in zip(kernel.arguments.items(), values, strict=True):
+            kind = launch.INOUT if kind == launch.PEER else kind
             if not isinstance(value, torch.Tensor) or kind == launch.HOST:
                 self.arguments.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
                 continue

@@ -4,6 +4,7 @@
 #include "emulator.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdarg>
 #include <cstdio>
 #include <deque>
@@ -592,8 +593,8 @@ void check_source_range(const void* from, size_t bytes, const char* what, uint32
     check_region(*source, a, bytes, Access::kRead, place);
     check_not_written(*source, a, bytes, what, place);
 }
-void check_source(const void* from, size_t bytes, const char* what, uint32_t place) {
-    if (reinterpret_cast<uintptr_t>(from) % 16) fail("%s: the source is no multiple of 16 @+0x%x", what, place);
+void check_source(const void* from, size_t bytes, const char* what, uint32_t place, unsigned alignment = 16) {
+    if (reinterpret_cast<uintptr_t>(from) % alignment) fail("%s: the source is no multiple of %u @+0x%x", what, alignment, place);
     check_source_range(from, bytes, what, place);
 }
 // The target, which all that used it before must be ordered before: by the current thread, which starts the copy.
@@ -1073,11 +1074,12 @@ Four load_stream(const void* p) {
     return v;
 }
 
-void cp_async(void* shared, const void* global) {
+void cp_async(void* shared, const void* global, unsigned bytes, bool there, const char* what) {
     const uint32_t place = CALLER;
-    check_source(global, 16, "cp_async_16", place);
-    const uint32_t access = begin_copy(shared, 16, 16, "cp_async_16", place);
-    current->open_group.push_back({{{static_cast<char*>(shared), static_cast<const char*>(global), 16}}, 16, access});
+    if (there) check_source(global, bytes, what, place, bytes);
+    const uint32_t access = begin_copy(shared, bytes, bytes, what, place);
+    const char* source = there ? static_cast<const char*>(global) : nullptr;
+    current->open_group.push_back({{{static_cast<char*>(shared), source, bytes}}, bytes, access});
 }
 void cp_async_commit() {
     current->groups.push_back(std::move(current->open_group));
@@ -1158,6 +1160,9 @@ void grid_wait() {
     waited_for_grid = true;
 }
 void grid_launch() { launched_early |= !current->after_grid_wait; }
+uint64_t nanoseconds() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 int load_earlier(const int* p) {
     const uint32_t place = CALLER;
     const Region* r = find(reinterpret_cast<uintptr_t>(p));

@@ -100,12 +100,14 @@ def test_ldmatrix_and_stmatrix(rng, place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_copies(rng, place):
-    """cp.async with groups under way, bulk copies in a ring with full and empty mbarriers, load_stream."""
+    """cp.async with groups under way and zeros for what is not there, bulk copies in a ring with full and empty mbarriers, load_stream."""
     x = torch.randint(256, (1 << 16,), generator=rng, dtype=torch.uint8)
     out = torch.empty(3, 1 << 16, dtype=torch.uint8)
     run(place, "copies", x=x, out=out)
-    turned = x.view(16, 256, 16).flip(1).flatten()  # the kernel turns each round of 4 KB over, 16 bytes at a time
-    assert torch.equal(out[0], turned) and torch.equal(out[1], turned) and torch.equal(out[2], x)
+    def turned(x):  # the kernel turns each round of 4 KB over, 16 bytes at a time
+        return x.view(16, 256, 16).flip(1).flatten()
+    assert torch.equal(out[0], turned(torch.cat((x[:-1000], torch.zeros_like(x[-1000:])))))
+    assert torch.equal(out[1], turned(x)) and torch.equal(out[2], x)
 
 
 def halves(words):
@@ -131,7 +133,7 @@ def test_conversions_and_packed_arithmetic(rng, place):
     near = patterns.to(torch.int32) << 16  # bf16 values, and the floats around the middle between two
     x = (near | torch.tensor([0, 0x7fff, 0x8000, 0x8001])[torch.randint(4, (n,), generator=rng)]).to(torch.int32).view(torch.float32)
     y = (torch.randn(n, generator=rng) * torch.exp2(torch.randint(-14, 11, (n,), generator=rng)))
-    packed, small, floats = torch.empty(7, n, dtype=torch.int32), torch.empty(n, dtype=torch.uint8), torch.empty(3, n)
+    packed, small, floats = torch.empty(9, n, dtype=torch.int32), torch.empty(n, dtype=torch.uint8), torch.empty(3, n)
     run(place, "conversions", a=a, b=b, c=c, x=x, y=y, packed=packed, small=small, floats=floats, n=n)
 
     def bf16(words):
@@ -153,6 +155,9 @@ def test_conversions_and_packed_arithmetic(rng, place):
     assert torch.equal(packed[5], eight.gather(1, select).view(torch.int32).squeeze(-1))
     pair = torch.stack([x, y], -1).to(torch.float16).view(torch.int16).long() & 0xffff
     assert torch.equal(one_nan(halves(packed[6]), torch.float16), one_nan(pair, torch.float16))
+    assert torch.equal(packed[7], (a & c) | (b & ~c))
+    turned = (a.long() & 0xffffffff) << patterns % 32
+    assert torch.equal(packed[8].long() & 0xffffffff, (turned | turned >> 32) & 0xffffffff)
     saturated = x.clamp(-448, 448).to(torch.float8_e4m3fn)  # torch's own conversion does not saturate
     assert torch.equal(torch.where(x.isnan(), 0x7f, small.long() & 0xff), torch.where(x.isnan(), 0x7f, saturated.view(torch.uint8).long()))
     assert ((small & 127) == 127)[x.isnan()].all()
@@ -212,6 +217,15 @@ def test_clusters(rng, place):
     out = torch.empty_like(x)
     run(place, "cluster", x=x, out=out)
     assert torch.equal(out, 1000 * torch.arange(4, dtype=torch.int32)[:, None] + x.roll(-1, 0))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_of_other_gpus(rng, place):
+    """Here it is this one's; that the pairs come whole from another GPU is test_on_gpu.py's to see. And a clock that runs."""
+    x = torch.randint(-(2**63), 2**63 - 1, (64, 2), generator=rng)
+    out, counters = torch.empty(2, 64, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    run(place, "system", x=x, out=out, counters=counters, n=64)
+    assert torch.equal(out, x.expand(2, -1, -1)) and counters.tolist() == [7, 1]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -331,6 +345,17 @@ def test_wgmma_with_rows_in_registers(rng, place, columns):
             assert torch.equal(out.double(), exact)
         else:
             assert ((out - exact).abs() <= 2.0**-18 * scale).all()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wgmma_with_a_in_registers(rng, place):
+    for whole in (True, False):
+        a, b = ((torch.randint(-8, 9, (64, 64), generator=rng) if whole else torch.randn(64, 64, generator=rng)).bfloat16()
+                for _ in range(2))
+        out = torch.empty(64, 64)
+        run(place, "wgmma_registers", HOPPER, generation=9, a=a, b=b, out=out)
+        exact, scale = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
+        assert torch.equal(out.double(), exact) if whole else ((out - exact).abs() <= 2.0**-18 * scale).all()
 
 
 TENSOR_KINDS = ["bf16", "e4m3", "nvfp4", "mxfp4"]

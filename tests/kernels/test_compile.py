@@ -14,7 +14,7 @@ import pytest
 
 import dsv4.kernels
 from dsv4.kernels import build
-from dsv4.kernels.launch import HOST, IN, INOUT, OUT, WEIGHT, WORK, Kernel
+from dsv4.kernels.launch import HOST, IN, INOUT, OUT, PEER, WEIGHT, WORK, Kernel
 from dsv4.ops import backend
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -42,7 +42,7 @@ def test_c_declaration_equals_the_python_declaration(name):
         kind, argument_name = re.fullmatch(r"(.*?[ *])(\w+)", argument).groups()
         kinds[argument_name] = kind.strip()
     assert kinds.pop("stream") == "cudaStream_t"
-    address = {kind: r"const \w+\*" for kind in (IN, WEIGHT, HOST)} | {kind: r"(?!const )\w+\*" for kind in (OUT, WORK, INOUT)}
+    address = {kind: r"const \w+\*" for kind in (IN, WEIGHT, HOST)} | {kind: r"(?!const )\w+\*" for kind in (OUT, WORK, INOUT, PEER)}
     python = {int: r"int", float: r"float"} | address
     assert list(kinds) == list(kernels()[name].arguments)
     for argument, kind in kernels()[name].arguments.items():

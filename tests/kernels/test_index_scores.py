@@ -4,25 +4,40 @@ import pytest
 import torch
 
 from dsv4.errors import UserError
+from dsv4.kernels import build
 from dsv4.kernels import indexer as module
 from dsv4.kernels.keys import IndexKeys
 from dsv4.ops.indexer import index_scores_ref
 from dsv4.ops.quant import fp4_round_trip, hadamard
 from dsv4.ops.rope import apply_rope, rope_frequencies, rope_table
 
-from ..emulator.emulator import emulated, needs_gxx
+from ..emulator.emulator import ON_GPU, emulated, needs_gxx
 from . import compare
 
 pytestmark = needs_gxx
 INF, NAN = float("inf"), float("nan")
 H, D = 64, 128
-BLOCKS, WARPS, ENTRIES = 132, 16, 32  # of the grid, of a block; of a warp at a time
+BLOCKS, WARPS, ENTRIES, STAGES = 132, 16, 16, 3  # of the grid, of a block; of a warp at a time; of these on their way
 ROUNDINGS = 16  # of the absolute terms: 128 products, 64 heads, the weight; the tensor cores add 16 products at a time
 
 
 def run(q, cos, sin, head_weights, keys, positions, top_k=0, quantize=True, **how):
     with emulated(**how):
         return module.index_scores(q, cos, sin, head_weights, keys, positions, top_k, quantize)
+
+
+@pytest.fixture(params=["of a warpgroup", "of a warp"])
+def products(request, tmp_path, monkeypatch):
+    """wgmma, which only Hopper has, and in its place mma.sync, which the other GPUs run. (On a GPU its own is what there is.)"""
+    if request.param == "of a warp":
+        if ON_GPU:
+            pytest.skip("the emulator's")
+        source = (build.SOURCES / "index_scores.cu").read_text()
+        include = '#include "index_query.cuh"\n'
+        assert source.count(include) == source.count("#include") == 1 and "DSV4_WARPGROUPS" in source
+        copy = source.replace(include, f'#include "{build.SOURCES}/index_query.cuh"\n#undef DSV4_WARPGROUPS\n')
+        (tmp_path / "index_scores.cu").write_text(copy)
+        monkeypatch.setattr(build, "SOURCES", tmp_path)
 
 
 def site(rng, S, n, capacity=None, size=1.0):
@@ -54,16 +69,16 @@ def assert_right(got, inputs):
             compare.assert_as_good(got[s : s + 1, :n], low, exact(*one, seen, None), ROUNDINGS, exact(*one, seen, None, absolute=True))
 
 
-# One entry, 8 (a product's columns), 32 (a warp's), around the first units of all blocks, and into a second warp of some.
+# One entry, 8 (half of a warp's), 16 (a warp's), 64 (a warpgroup's), around the first tiles of all blocks, and into a second warpgroup.
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 31, 32, 33, 100, BLOCKS * ENTRIES - 1, BLOCKS * ENTRIES + 1])
-def test_against_the_definition(rng, n, reverse):
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 100, BLOCKS * 4 * ENTRIES - 1, BLOCKS * 4 * ENTRIES + 1])
+def test_against_the_definition(rng, n, reverse, products):
     inputs = site(rng, 1, n)
     assert_right(run(*inputs, reverse=reverse), inputs)
 
 
 @pytest.mark.parametrize("S", range(1, 9))
-def test_every_token_has_its_own_query_weights_angles_and_count(rng, S):
+def test_every_token_has_its_own_query_weights_angles_and_count(rng, S, products):
     inputs = site(rng, S, 77, capacity=91)
     together = run(*inputs)
     assert_right(together, inputs)
@@ -74,12 +89,16 @@ def test_every_token_has_its_own_query_weights_angles_and_count(rng, S):
         assert torch.equal(alone[0, :n], together[s, :n])
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_second_round_of_every_warp(rng, reverse):
-    """More entries than all warps take at a time."""
-    n = BLOCKS * WARPS * ENTRIES + 45
-    inputs = site(rng, 1, n)
-    assert_right(run(*inputs, reverse=reverse), inputs)
+@pytest.mark.parametrize("rounds", [1, STAGES + 1])
+def test_several_rounds_of_every_warp(rng, rounds):
+    """More entries than all warps take at a time, up to where the first stage is used a third time by some."""
+    inputs = site(rng, 1, rounds * BLOCKS * WARPS * ENTRIES + 45)
+    assert_right(run(*inputs, reverse=rounds > 1), inputs)
+
+
+def test_several_rounds_of_several_tokens(rng):
+    inputs = site(rng, 2, BLOCKS * WARPS * ENTRIES + 21)
+    assert_right(run(*inputs), inputs)
 
 
 @pytest.mark.parametrize("top_k", [0, 15, 16, 512])

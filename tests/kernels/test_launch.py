@@ -9,7 +9,7 @@ import torch
 
 from dsv4.errors import KernelError, UserError
 from dsv4.kernels import build, launch
-from dsv4.kernels.launch import HOST, IN, OUT, Kernel
+from dsv4.kernels.launch import HOST, IN, INOUT, OUT, PEER, Kernel
 
 
 @pytest.mark.parametrize("capability,arch", [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a")])
@@ -78,6 +78,21 @@ def test_host_tensors_empty_ones_and_none(gpu):
     assert gpu.calls == [(x.data_ptr(), table.data_ptr(), None, 0, 77)]
     with pytest.raises(TypeError, match="k: expected at least one tensor"):
         kernel(x=None, table=table, absent=None, empty=None)
+
+
+def test_a_peers_memory_may_be_anywhere(gpu, monkeypatch):
+    """A PEER tensor decides nothing: the kernel runs where the others are. It has to be contiguous all the same."""
+    x, there = torch.ones(2), torch.ones(3, 3)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda t: 0 if t is x else 1)
+    for kind in (PEER, INOUT):
+        kernel = Kernel("k", {"there": kind, "x": IN})
+        kernel._functions = gpu.kernel._functions
+        if kind == PEER:
+            kernel(there=there, x=x)
+            assert gpu.calls == [(there.data_ptr(), x.data_ptr(), 77)]
+        for value in [there.T[:2]] if kind == PEER else [there, there.T[:2]]:
+            with pytest.raises(UserError, match="k: expected contiguous tensors of one device"):
+                kernel(there=value, x=x)
 
 
 def test_a_refused_launch_names_the_kernel(gpu):

@@ -20,7 +20,8 @@ from ..emulator.emulator import emulated, needs_gxx
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 CPU = torch.device("cpu")
 CONTEXT = 40
-NOT_IN_BF16 = {"nvfp4_linear", "rms_norm_to_nvfp4", "swiglu_to_nvfp4", "to_nvfp4"}  # operations of NVFP4 activations
+NOT_IN_BF16 = {"group_choices", "group_nvfp4", "grouped_nvfp4_linear", "grouped_swiglu_nvfp4", "nvfp4_linear", "rms_norm_to_nvfp4",
+               "sum_choices", "swiglu_to_nvfp4", "to_nvfp4"}  # operations of NVFP4 activations
 
 
 def load(name: str, chunk: int | None = None) -> Model:

@@ -39,7 +39,7 @@ def test_every_definition_is_an_operation_of_its_files_and_of_the_package():
             seen[public] = module.__name__
     assert seen.keys() == backend._definitions.keys()
     files = {name.rsplit(".", 1)[-1] for name in seen.values()}
-    assert files == {"attention", "experts", "indexer", "keys", "linear", "mhc", "nvfp4", "router", "sample", "update_caches"}
+    assert files == {"attention", "experts", "grouped", "indexer", "keys", "linear", "mhc", "nvfp4", "router", "sample", "update_caches"}
 
 
 def test_cuda_without_kernels_names_an_operation_and_the_way_out(monkeypatch):

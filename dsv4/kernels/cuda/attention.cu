@@ -22,11 +22,13 @@
 // 64 heads x 640 keys: 4 x 21 blocks of 16 heads and 32 keys, two round trips, 550 instructions: 6 us.
 // Where a split has several tiles, a key's way is what counts: out of L2 once for each group of heads, its expansion, and some 300 bytes of
 // shared memory for 16 heads (stored, read as values, 8 warps' parts of the scores written and read). So a block has 32 heads, an SM to
-// itself, and the registers for the next tile beside the one in use. HCA at 1M (128 heads, 8,320 keys): 4 x 33 blocks, 4 tiles of 64 keys;
-// 19.5 MB through L2, 3.4 us of products, 1,000 instructions a tile and warp (two warps a scheduler: 4 us, with what they wait for 6.5);
-// start and first keys 3, stores 0.5, the merge of 33 splits, 4.3 MB in one round trip, 2.3: 12.5 us.
+// itself, and asks for the next tile's keys, into the same registers, when it has scored this one's: they come while it weighs and adds.
+// HCA at 1M (128 heads, 8,320 keys): 4 x 33 blocks, 4 tiles of 64 keys. A tile: 1,650 cycles of the tensor cores, 2,600 of shared memory
+// (values and parts of scores written and read, 64 KB each; weights), 1,010 instructions a warp (two warps a scheduler: 2,020). Barriers
+// keep these from overlapping much: predicted 5,000 cycles, 11.4 us for four, as 5,900 were measured with 1,150 instructions and queries
+// read again for each tile; start and first keys 3, stores 0.5, the merge of 33 splits, 4.3 MB in one round trip, 2.3: 17.2 us.
 // Measured on an H200: 128 heads and 1,152 keys 7.9 us, 160 keys 6.9; 64 heads and 640 keys 6.2; 8,320 keys 25.0 with 16 heads a block,
-// two blocks an SM and tiles of 48 keys that were asked for when the one before had been scored (docs/measurements.md).
+// two blocks an SM and tiles of 48 keys (docs/measurements.md), 19.2 with 32 heads and two tiles in registers.
 #include "common.cuh"
 
 constexpr int kDim = 512, kPlain = 448, kRotary = kDim - kPlain;  // dims of a head, of these FP8, of these rotated
@@ -107,6 +109,11 @@ __device__ __forceinline__ void plan_tile(Tile<kUnits>& tile, const Cache& cache
     }
 }
 
+// From key g of a tile's first unit to key 8 n + g, units `splits` apart.
+__device__ __forceinline__ int64_t row_offset(int n, int splits) {
+    return int64_t(n / 2 * kUnit * kKeyBytes) * splits + n % 2 * 8 * kKeyBytes;
+}
+
 // Asks for the names of selected entries.
 template <int kUnits> __device__ __forceinline__ void load_names(Tile<kUnits>& tile, const Cache& cache, int token) {
     if (cache.top_k)
@@ -137,6 +144,43 @@ template <int kUnits> __device__ __forceinline__ void load_tile(Tile<kUnits>& ti
             const uint8_t* from = key(n);
             cp_async_16(values + n / 2 * kUnitBytes + place(n % 2 * 8 + g, 2 * t), from);
             cp_async_16(values + n / 2 * kUnitBytes + place(n % 2 * 8 + g, 2 * t + 1), from + 16);
+        }
+        cp_async_commit();
+    }
+}
+
+// A later tile, in one step. Nearly always it is whole units of entries, all of them without a name: then the rows of a unit follow each
+// other, and 50 instructions do what would take 180.
+template <int kUnits>
+__device__ __forceinline__ void load_next(Tile<kUnits>& tile, const Cache& cache, int first, int splits, int all, int token, char* values,
+                                          int warp, int lane) {
+    const int unit = first - units_of(cache.ring);  // among the entries'
+    if (cache.top_k || unit < 0 || (unit + (kUnits - 1) * splits + 1) * kUnit > cache.entries) {
+        plan_tile(tile, cache, first, splits, all, warp, lane);
+        load_names(tile, cache, token);
+        load_tile(tile, values, warp, lane);
+        return;
+    }
+    const int g = lane / 4, t = lane % 4;
+    const int dims = warp * kWarpDims + t * (warp != kRotaryWarp ? 16 : 32);
+    const uint8_t* key = cache.entry_values + int64_t(unit * kUnit + g) * kKeyBytes + dims;
+    const uint8_t* scale = cache.entry_scales + warp;
+#pragma unroll
+    for (int h = 0; h < kLaneKeys<kUnits>; h++) {
+        tile.in_ring[h] = false;
+        tile.number[h] = (unit + (2 * h + lane / kUnit) * splits) * kUnit + lane % kUnit;
+        tile.mark[h] = 127;  // 2^0
+    }
+    if (warp != kRotaryWarp) {
+#pragma unroll
+        for (int n = 0; n < 2 * kUnits; n++) tile.raw[n] = *reinterpret_cast<const uint4*>(key + row_offset(n, splits));
+#pragma unroll
+        for (int h = 0; h < kLaneKeys<kUnits>; h++) tile.mark[h] = scale[uint64_t(uint32_t(tile.number[h])) * kScaleBytes];
+    } else {
+#pragma unroll
+        for (int n = 0; n < 2 * kUnits; n++) {
+            cp_async_16(values + n / 2 * kUnitBytes + place(n % 2 * 8 + g, 2 * t), key + row_offset(n, splits));
+            cp_async_16(values + n / 2 * kUnitBytes + place(n % 2 * 8 + g, 2 * t + 1), key + row_offset(n, splits) + 16);
         }
         cp_async_commit();
     }
@@ -425,8 +469,8 @@ __device__ __forceinline__ void fetch_query(uint32_t (&q)[kRowTiles<kHeads>][4][
                                      (((j / 2 * 4 + j % 2 * 2 + lane / 16) ^ head % 8 ^ warp % 2 * 4) << 4));
 }
 
-// kOnce: a split has one tile at most. Keys of the first tile are asked for before the position is known, those of a later one before the
-// tile in front of it is scored. Every split leaves a result, also if it sees no key.
+// kOnce: a split has one tile at most. Keys of the first tile are asked for before the position is known, those of a later one when the
+// tile in front of it has been scored. Every split leaves a result, also if it sees no key.
 template <int kHeads, int kUnits, bool kOnce>
 __global__ void __launch_bounds__(kThreads, kHeads == 32 ? 1 : 2)
 attention_split(const float* q, const float* cos, const float* sin, const int64_t* positions, Cache cache, __nv_bfloat16* partial,
@@ -464,26 +508,22 @@ attention_split(const float* q, const float* cos, const float* sin, const int64_
     Running<kHeads> running;
 #pragma unroll
     for (int h = 0; h < kMine; h++) running.top[h] = -INFINITY, running.sum[h] = 0.0f;
+    uint32_t query[kTiles][4][4];
+    fetch_query<kHeads>(query, shared + At::kQueries, warp, lane);
     for (int first = split;;) {
-        first += kUnits * splits;
-        const bool more = !kOnce && first < all;
-        Tile<kUnits> next;
-        char* other = values;
-        if (more) {
-            if (warp == kRotaryWarp) other = shared + (2 * kRotaryWarp + 1) * kWarpBytes - (values - shared);  // the other buffer
-            plan_tile(next, cache, first, splits, all, warp, lane);
-            load_names(next, cache, token);
-            load_tile(next, other, warp, lane);
-        }
-        uint32_t query[kTiles][4][4];
-        fetch_query<kHeads>(query, shared + At::kQueries, warp, lane);
         const float grown = keep_scales(scales, tile, seen, exponent, lane);
         if (warp != kRotaryWarp) {
             score_plain_tile<kHeads>(scores, values, scales, tile, query, seen.units, lane);
         } else {
-            if (more) cp_async_wait<1>();
-            else cp_async_wait<0>();
+            cp_async_wait<0>();
             score_rotary_tile<kHeads>(scores, values, seen, query, lane);
+        }
+        first += kUnits * splits;
+        const bool more = !kOnce && first < all;
+        char* other = values;
+        if (more) {  // into the same registers: two more phases follow, in which the keys arrive
+            if (warp == kRotaryWarp) other = shared + (2 * kRotaryWarp + 1) * kWarpBytes - (values - shared);  // the other buffer
+            load_next(tile, cache, first, splits, all, token, other, warp, lane);
         }
         __syncthreads();
         weigh_tile<kHeads, kUnits, kOnce>(running, shared, seen, warp, lane);
@@ -504,7 +544,7 @@ attention_split(const float* q, const float* cos, const float* sin, const int64_
         if (warp != kRotaryWarp) add_values<kHeads, kUnits, false>(out, weights, values, relative, seen.units, lane);
         else add_values<kHeads, kUnits, true>(out, weights + kHeads * kWeightStride<kUnits>, values, relative, seen.units, lane);
         if (!more) break;
-        tile = next, values = other, seen = see(tile, cache, position);
+        values = other, seen = see(tile, cache, position);
     }
 
 #pragma unroll

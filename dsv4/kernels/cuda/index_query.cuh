@@ -57,14 +57,14 @@ __device__ __forceinline__ unsigned index_query(float (&v)[16], const float (&co
 #pragma unroll
         for (int i = 0; i < 16; i++) v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], lanes));
     }
-    unsigned largest = 0;  // magnitudes as integers, where NaN is above all
+    float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
         v[i] *= 0.08838834764831845f, v[i + 1] *= 0.08838834764831845f;
         round_bf16(v[i], v[i + 1]);
-        largest = max(largest, max(__float_as_uint(v[i]) & 0x7fffffffu, __float_as_uint(v[i + 1]) & 0x7fffffffu));
+        top = max_nan(max_nan(top, fabsf(v[i])), fabsf(v[i + 1]));
     }
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    const unsigned largest = __float_as_uint(max_nan(top, __shfl_xor_sync(~0u, top, 1)));  // above infinity's bits if any is NaN
     const unsigned exponent = (__float_as_uint(__uint_as_float(largest) * (1.0f / 6)) + 0x7fffff) >> 23;  // of the power of two at or above
     const float inverse = __uint_as_float((254 - exponent) << 23);
 #pragma unroll

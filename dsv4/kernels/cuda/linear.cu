@@ -92,7 +92,7 @@ struct Source {
     const Layout& layout;
     char* memory;
     const __nv_bfloat16* row;  // this lane's token
-    int count, item, items, all_columns, index;  // index: the tile's of the round
+    int count, item, items, all_columns, index, done_index;  // index: the tile's of the round; done_index: the item's before
 
     __device__ __forceinline__ bool more() const { return count > 0; }
     __device__ __forceinline__ int columns() const { return all_columns; }
@@ -101,13 +101,11 @@ struct Source {
         return row + column;
     }
     __device__ __forceinline__ bool next() {
-        count--, item += kWarps;
-        return item >= items || count == 0;
-    }
-    __device__ __forceinline__ void done(const Sum& sum) {
-        layout.keep(memory, index, sum);
+        count--, item += kWarps, done_index = index;
         for (; item >= items; index++) item -= items;
+        return index != done_index || count == 0;
     }
+    __device__ __forceinline__ void done(const Sum& sum) { layout.keep(memory, done_index, sum); }
 };
 
 // The segment of a tile of the launch.
@@ -139,7 +137,7 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
     for (; first < tiles_end; first += layout.pieces) {
         for (Stretch s; walk.next(s, first + layout.pieces);) {
             const __nv_bfloat16* row = x_token + s.group * plan.columns;
-            Source source{layout, memory, row, s.count, s.item, s.tile_items, plan.columns, s.tile - first};
+            Source source{layout, memory, row, s.count, s.item, s.tile_items, plan.columns, s.tile - first, 0};
             stream.multiply(s.format, plan.columns % item_columns(s.format) == 0, source);
         }
         __syncthreads();

@@ -162,7 +162,8 @@ template <bool kDown> struct Source {
     int token, expert, tile, item, left_items, of_tile;  // of the walk; token: this lane's
     int first, end;                                      // the round's first tile, and the one behind its last
     const __nv_bfloat16* row;                            // this lane's token's, of the shared expert in `down`
-    int place, kept;  // the expert's in the list; down: the tile of `total`, -1 for none yet
+    int place, done_place, done_unit;  // the expert's in the list; its, and the unit, of the item before
+    int kept;                          // down: the tile of `total`, -1 for none yet
     Sum total;
 
     __device__ __forceinline__ int unit() const { return kDown || !chosen ? tile : expert * plan.tiles + tile; }
@@ -180,20 +181,21 @@ template <bool kDown> struct Source {
         return plan.x + (at < 0 ? zero_row(plan) : token * (1 + plan.top_k) + at) * plan.columns + column;
     }
     __device__ __forceinline__ bool next() {
+        done_place = place, done_unit = unit();
         left_items -= kWarps, item += kWarps;
-        return (kDown && chosen) || item >= of_tile || left_items <= 0;
+        settle_item<kDown>(plan, chosen, of_tile, expert, tile, item);
+        return (kDown && chosen) || unit() != done_unit || left_items <= 0;
     }
     __device__ __forceinline__ void done(const Sum& sum) {
-        const float* factors = list.factors + 3 * place;
-        if (kDown && tile != kept) {
+        const float* factors = list.factors + 3 * done_place;
+        if (kDown && done_unit != kept) {
             if (kept >= 0) layout.keep(pieces, kept - first, total);
-            kept = tile, total = Sum();
+            kept = done_unit, total = Sum();
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)  // up: rows 0-7 are w1's, rows 8-15 w3's
             total.even[i] = fmaf(factors[kDown ? 2 : i / 2], sum.total(i), kDown ? total.even[i] : 0.0f);
-        if (!kDown) layout.keep(pieces, unit() - first, total);
-        settle_item<kDown>(plan, chosen, of_tile, expert, tile, item);
+        if (!kDown) layout.keep(pieces, done_unit - first, total);
     }
     __device__ __forceinline__ void finish() {
         if (kDown && kept >= 0) layout.keep(pieces, kept - first, total);
@@ -344,7 +346,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         const Matrix& matrix = chosen ? plan.routed : plan.shared;
         const __nv_bfloat16* const row = plan.x + token * (kDown ? 1 + plan.top_k : 1) * plan.columns;
         Source<kDown> source{plan, list, tile_items, layout, pieces, chosen, token, walk.expert, walk.tile, walk.item, walk.left, of_tile,
-                             first, first + plan.at_once, row, 0, -1, Sum()};
+                             first, first + plan.at_once, row, 0, 0, 0, -1, Sum()};
         stream.multiply(matrix.format, plan.columns % item_columns(matrix.format) == 0, source);
         source.finish();
         walk.expert = source.expert, walk.tile = source.tile, walk.item = source.item, walk.left = source.left_items;

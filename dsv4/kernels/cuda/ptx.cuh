@@ -63,10 +63,18 @@ PTX_STMATRIX_4(stmatrix_x4, "")
 PTX_STMATRIX_4(stmatrix_x4_trans, ".trans")
 #undef PTX_STMATRIX_4
 
-// ---- Asynchronous copies of 16 bytes by the thread itself, past L1. The bytes are there for this thread after cp_async_wait<N>(): all but
-// the last N committed groups; for others after a barrier as well.
+// ---- Asynchronous copies of 16 bytes (past L1) or 4 by the thread itself. The bytes are there for this thread after cp_async_wait<N>():
+// all but the last N committed groups; for others after a barrier as well. Unless the source is `there`, it is not read, and zeros come.
 PTX_FN void cp_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(ptx::shared_address(shared)), "l"(global) : "memory");
+}
+PTX_FN void cp_async_16(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(ptx::shared_address(shared)), "l"(global), "r"(there ? 16 : 0) : "memory");
+}
+PTX_FN void cp_async_4(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :: "r"(ptx::shared_address(shared)), "l"(global), "r"(there ? 4 : 0) : "memory");
 }
 PTX_FN void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> PTX_FN void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
@@ -120,7 +128,8 @@ PTX_FN void tensor_load(void* shared, const void* map, int x, int y, uint64_t* b
 // 15, and of each 8 columns what mma_bf16 has: d[4 j..4 j + 3]. The operands are in shared memory, rows along K, in the layout that a
 // TensorMap with the same swizzle writes: groups of 8 rows, a row as many bytes as the swizzle is wide, the next group `group_bytes`
 // further. To go along K within a row, add to `first`. Without a swizzle, a group is cells of 8 rows of 16 bytes each, the next cell along
-// K `cell_bytes` further.
+// K `cell_bytes` further. With 64 columns a is in registers, a warp's 16 rows as mma_bf16 has them; of a sum's products the first says so,
+// and d need hold nothing before it. The registers are read until the wait.
 enum class Swizzle { kNone, k32, k64, k128 };
 PTX_FN uint64_t wgmma_operand(const void* first, Swizzle swizzle, unsigned group_bytes, unsigned cell_bytes = 16) {
     const uint64_t code = swizzle == Swizzle::kNone ? 0 : 4 - static_cast<int>(swizzle);
@@ -128,6 +137,7 @@ PTX_FN uint64_t wgmma_operand(const void* first, Swizzle swizzle, unsigned group
            static_cast<uint64_t>(cell_bytes >> 4 & 0x3fff) << 16 | (ptx::shared_address(first) >> 4 & 0x3fff);
 }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define DSV4_WARPGROUPS  // whoever has these functions, the emulator too
 PTX_FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }    // before the first, and after d was written
 PTX_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> PTX_FN void wgmma_wait() {  // all but the last N groups
@@ -193,6 +203,31 @@ PTX_WGMMA_A(256, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5 PTX_S6 PTX_S7, 128, 1
 // The registers that each thread of this warpgroup may have from here on; what others give up (_less) is what these take (_more).
 template <int N> PTX_FN void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> PTX_FN void registers_less() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+#define PTX_SUMS(c)                                                                                                   \
+    c(d[0]), c(d[1]), c(d[2]), c(d[3]), c(d[4]), c(d[5]), c(d[6]), c(d[7]),                                           \
+    c(d[8]), c(d[9]), c(d[10]), c(d[11]), c(d[12]), c(d[13]), c(d[14]), c(d[15]),                                     \
+    c(d[16]), c(d[17]), c(d[18]), c(d[19]), c(d[20]), c(d[21]), c(d[22]), c(d[23]),                                   \
+    c(d[24]), c(d[25]), c(d[26]), c(d[27]), c(d[28]), c(d[29]), c(d[30]), c(d[31])
+template <bool first> PTX_FN void wgmma_bf16(float (&d)[32], const uint32_t (&a)[4], uint64_t b);
+#define PTX_WGMMA_64(first, c, sum)                                                                                                       \
+    template <> PTX_FN void wgmma_bf16<first>(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {                                       \
+        asm volatile("{\n.reg .pred p;\nsetp." sum ".u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                 \
+                     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"        \
+                     "%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"                                                               \
+                     : PTX_SUMS(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                 \
+    }
+PTX_WGMMA_64(true, "=f", "ne")
+PTX_WGMMA_64(false, "+f", "eq")
+#undef PTX_WGMMA_64
+// The wait for all of them, which makes d; without it here the compiler might read d before.
+PTX_FN void wgmma_wait(float (&d)[32]) { asm volatile("wgmma.wait_group.sync.aligned 0;" : PTX_SUMS("+f") :: "memory"); }
+#undef PTX_SUMS
+// The fence that a's registers are made before.
+template <int N> PTX_FN void wgmma_fence(uint32_t (&a)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3]) :: "memory");
+    wgmma_fence();
+}
 #endif
 
 // ---- Products in tensor memory (sm_100a): 128 lanes of 512 columns of 32 bits a block; an address has the lane in its upper half. One
@@ -329,6 +364,22 @@ PTX_FN unsigned atomic_inc_fenced(unsigned* counter, unsigned most) {  // counts
     return old;
 }
 
+// ---- Memory that another GPU or the host writes or reads meanwhile: each 8 bytes (4 of store_system) go and come whole, past L1, and are
+// ordered with nothing else. p of the pairs: a multiple of 16.
+PTX_FN void store_pair_system(uint64_t* p, uint64_t a, uint64_t b) {
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+PTX_FN void load_pair_system(const uint64_t* p, uint64_t& a, uint64_t& b) {
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+}
+PTX_FN void store_system(int* p, int x) { asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+// A clock of the whole machine, in steps of up to a microsecond or so.
+PTX_FN uint64_t global_nanoseconds() {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t) :: "memory");
+    return t;
+}
+
 // ---- Clusters (LAUNCH_CLUSTER): blocks of one cluster see each other's shared memory.
 PTX_FN unsigned cluster_rank() { unsigned r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 PTX_FN unsigned cluster_size() { unsigned r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
@@ -380,5 +431,16 @@ PTX_FN float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" 
 PTX_FN float reciprocal(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 // Byte i of the result is byte (selector >> 4 i) & 7 of b:a (a has bytes 0 to 3).
 PTX_FN uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// One instruction each, also where the compiler would take two as it knows which bits will be used: a where `mask` is 1, else b; x turned.
+PTX_FN uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+    return r;
+}
+PTX_FN uint32_t rotate_left(uint32_t x, unsigned bits) {
+    uint32_t r;
+    asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(x), "r"(bits));
+    return r;
+}
 #undef PTX_FN
 #endif

@@ -85,12 +85,13 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 
 // ------------------------------------------------------------------------------------------------------------------- products
 
-// A lane's part of x for one item: vectors of 8 consecutive columns. All (of FP4 the first 4 of 16) are loaded before the item itself is
-// waited for, as x comes from L2 where L1 cannot hold it (16,384 columns: a third of a warp's time was this wait).
+// A lane's part of x for one item: vectors of 8 consecutive columns, of FP4 4 of the 16 at a time. Where one was used up, the next one is
+// loaded, behind the last those of the next item: x comes from L2 where L1 cannot hold it (16,384 columns), and waiting for it took a third
+// of a warp's time.
 template <int kFormat, bool kWhole> struct Operand {
     static constexpr int kHeld = kFormat == kFp8 ? 8 : 4;
-    const __nv_bfloat16* x;  // this lane's token, at the lane's first column of the item (lane_columns); 16-byte aligned
-    int left;                // how many columns there are from there on, a multiple of 8; unless kWhole none beyond is read
+    const __nv_bfloat16 *x, *next;  // of this item and the next one: this lane's token, at the lane's first column; 16-byte aligned
+    int left, next_left;  // how many columns there are from there on, a multiple of 8; unless kWhole none beyond is read
     uint4 held[kHeld];
 
     static __device__ __forceinline__ constexpr int column(int n) {
@@ -103,6 +104,7 @@ template <int kFormat, bool kWhole> struct Operand {
 #pragma unroll
         for (int n = 0; n < kHeld; n++) held[n] = load(n);
     }
+    __device__ __forceinline__ void go_on() { x = next, left = next_left; }
 };
 
 // The sums of one tile's 16 rows with the 8 columns of operand B, spread over a warp: lane (g, q) has rows g (0, 1) and g + 8 (2, 3) of
@@ -123,12 +125,14 @@ struct Sum {
 private:
     // A lane's 16 bytes are one operand A: two columns of row g, of row g + 8, the next two of g, of g + 8. Two such are 8 columns.
     template <class X> __device__ __forceinline__ void add_bf16(const char* mine, X& x) {
+        x.go_on();
 #pragma unroll
         for (int u = 0; u < 4; u++) {
             const uint4 a = load_16(mine + 1024 * u), next = load_16(mine + 1024 * u + 512);
             const uint4& b = x.held[u];
             mma_bf16(even, {a.x, a.y, a.z, a.w}, {b.x, b.y});
             mma_bf16(odd, {next.x, next.y, next.z, next.w}, {b.z, b.w});
+            x.held[u] = x.load(u);
         }
     }
 
@@ -136,6 +140,7 @@ private:
     // 128 columns and for the others.
     template <class X> __device__ __forceinline__ void add_fp8(const char* mine, X& x) {
         const uint4 bits = load_16(mine + kCodes - 16 * (threadIdx.x % 32));
+        x.go_on();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float part[4] = {};
@@ -147,6 +152,7 @@ private:
                     const uint4& b = x.held[2 * u + p / 2];
                     mma_fp8(part, word(low, p), word(high, p), b.x, b.y);
                     mma_fp8(part, word(low, p + 1), word(high, p + 1), b.z, b.w);
+                    x.held[2 * u + p / 2] = x.load(2 * u + p / 2);
                 }
             }
             const float low_scale = __uint_as_float(word(bits, 2 * half)), high_scale = __uint_as_float(word(bits, 2 * half + 1));
@@ -161,9 +167,11 @@ private:
         const int lane = threadIdx.x % 32;
         const uint32_t* scales = reinterpret_cast<const uint32_t*>(mine + kCodes - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
 #pragma unroll kUnroll
-        for (int u = 0; u < 4; u++, mine += 1024, x.x += 128, x.left -= 128) {
+        for (int u = 0; u < 4; u++, mine += 1024) {
             const uint4 low = load_16(mine), high = load_16(mine + 512);
             const uint32_t four = scales[u];
+            if (u == 3) x.go_on();
+            else x.x += 128, x.left -= 128;
 #pragma unroll
             for (int v = 0; v < 2; v++) {
                 const uint32_t low_scale = scale_pair<kFormat>(four, 2 * v), high_scale = scale_pair<kFormat>(four, 2 * v + 1);
@@ -177,7 +185,7 @@ private:
                     for (int i = 0; i < 4; i++) l[i] = mul_bf16x2(l[i], low_scale), h[i] = mul_bf16x2(h[i], high_scale);
                     mma_bf16(even, {l[0], h[0], l[1], h[1]}, {b.x, b.y});
                     mma_bf16(odd, {l[2], h[2], l[3], h[3]}, {b.z, b.w});
-                    if (u < 3) x.held[p] = x.load(p + 4);
+                    x.held[p] = x.load(p);
                 }
             }
         }
@@ -268,8 +276,9 @@ public:
     }
 
     // The products of the next items with x, all of one format. Source tells what the items are: more(), whether there is another one;
-    // x(column), this lane's token from the item's first column on, which is number `column` of columns(); next(), to the warp's next item,
-    // returns whether the sum is complete, which then goes to done(sum). whole: no item reaches beyond the columns' end.
+    // x(.., column), this lane's token from the item's first column on, which is number `column` of columns(); next(), to the warp's next
+    // item, returns whether the sum of the one before is complete, which then goes to done(sum). whole: no item reaches beyond the columns'
+    // end.
     template <class Source> __device__ __forceinline__ void multiply(int format, bool whole, Source& source) {
         if (format == kBf16) whole ? run<kBf16, true>(source) : run<kBf16, false>(source);
         else if (format == kFp8) whole ? run<kFp8, true>(source) : run<kFp8, false>(source);
@@ -280,19 +289,25 @@ public:
 private:
     template <int kFormat, bool kWhole, class Source> __device__ __forceinline__ void run(Source& source) {
         const int lane = threadIdx.x % 32, skip = lane_columns(kFormat) * (lane % 4);
+        bool more = source.more();
+        if (!more) return;
         Sum sum;
+        int column;
+        const __nv_bfloat16* x = source.x(item_columns(kFormat), column) + skip;
+        Operand<kFormat, kWhole> operand(x, source.columns() - column - skip);
 #pragma unroll 1
-        while (source.more()) {
-            int column;
-            const __nv_bfloat16* const x = source.x(item_columns(kFormat), column);
-            Operand<kFormat, kWhole> operand(x + skip, source.columns() - column - skip);
+        while (more) {
+            const bool complete = source.next();
+            more = source.more();
+            if (more) x = source.x(item_columns(kFormat), column) + skip;  // behind the last item the same again
+            operand.next = x, operand.next_left = source.columns() - column - skip;
             mbarrier_wait(full_, parity_);
             sum.template add<kUnroll>(slot_ + 16 * lane, operand);
             __syncwarp();
             if (left_ || refill()) issue(slot_, full_);
             slot_ += slot_bytes_, full_++;
             if (++index_ == depth_) index_ = 0, parity_ ^= 1, slot_ -= depth_ * slot_bytes_, full_ -= depth_;
-            if (source.next()) source.done(sum), sum = Sum();
+            if (complete) source.done(sum), sum = Sum();
         }
     }
 

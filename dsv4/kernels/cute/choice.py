@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from .tiles import BITS, TILES, Tile
+from .tiles import BITS, NVFP4_KINDS, TILES, Tile
 
 # us a stage. Half the tile takes more than half the time, most so with e4m3, whose one warpgroup multiplies and adds in turn.
 STAGE_US = {("bf16", 128, 256): 0.66, ("bf16", 128, 192): 0.50, ("bf16", 128, 128): 0.345, ("bf16", 64, 128): 0.19,
@@ -18,7 +18,7 @@ STAGE_US = {("bf16", 128, 256): 0.66, ("bf16", 128, 192): 0.50, ("bf16", 128, 12
 # processor, bytes a us that it gets from L2, and the share of a load's time that is felt where the tensor cores take longer.
 NVFP4_FLOPS, NVFP4_L2_BYTES, LOADS_SHARE = 45e6, 110e3, 0.2
 SHARED_LOADS = {"bf16": 1.01, "e4m3": 1.12}  # times as long in a cluster of 2, which was to save loads from L2: these are not the limit
-MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, "nvfp4": 7e6}  # a us, of the whole GPU
+MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, **dict.fromkeys(NVFP4_KINDS, 7e6)}  # a us, of the whole GPU
 LAUNCH_US = 2.8
 TILE_US = 0.53  # storing a tile, 128 columns of it; the loads of the next tile go on
 SPLIT_US = 0.57  # meeting a cluster and adding up its sums, a block and 64 rows
@@ -27,7 +27,7 @@ REACH = 0.85  # of the processors, for clusters of 4 and 8, each within a GPC: b
 
 def stage_us(tile: Tile) -> float:
     """A stage's products and loads."""
-    if tile.kind == "nvfp4":
+    if tile.nvfp4:
         multiply = 2 * tile.rows * tile.columns * tile.depth / NVFP4_FLOPS
         load = (tile.rows + tile.columns / tile.cluster) * 128 / NVFP4_L2_BYTES
         return max(load, multiply + LOADS_SHARE * load)

@@ -19,12 +19,13 @@ from pathlib import Path
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8, Uint16
 from cutlass.cute.runtime import make_ptr
 
 from ..build import find_nvcc
 from .gemm_sm90 import Gemm
 from .gemm_sm100 import Nvfp4Gemm
+from .gemm_sm100_grouped import GroupedNvfp4Gemm
 from .tiles import TILES, Tile
 
 # The arguments of the C function by kind, in their order: what an address points to, or the type of a value.
@@ -34,7 +35,12 @@ ARGUMENTS = {
     "e4m3": ({"x": Float8E4M3FN, "w": Float8E4M3FN} | _GEMM[0], _GEMM[1]),
     "nvfp4": ({"x": Uint8, "w": Uint8, "x_scale": Int32, "w_scale": Int32, "row_scales": Float32, "out": BFloat16},
               {"m": Int32, "n": Int32, "k": Int32, "processors": Int32, "scale": Float32}),
+    **{kind: ({"x": Uint8, "w": Uint8, "x_scale": Int32, "w_scale": Int32, "row_scales": Float32, "scales": Float32, "plan": Int32,
+               "counts": Int32, "order": Int32, "weights": Float32, "out": out, "out_scales": Uint16, "out_row_scales": Float32},
+              {"m": Int32, "n": Int32, "k": Int32, "experts": Int32, "entries": Int32, "scale_tiles": Int32, "processors": Int32,
+               "limit": Float32, "scale": Float32}) for kind, out in (("nvfp4_grouped", BFloat16), ("nvfp4_swiglu", Int32))},
 }
+KERNELS = {"bf16": Gemm, "e4m3": Gemm, "nvfp4": Nvfp4Gemm, "nvfp4_grouped": GroupedNvfp4Gemm, "nvfp4_swiglu": GroupedNvfp4Gemm}
 SHIM = """
 // Declared here and not included: an object of one CUDA release must not depend on another one's headers.
 #include <mutex>
@@ -116,8 +122,7 @@ def compile_tile(tile: Tile, folder: Path) -> None:
     parts.mkdir()
     addresses, values = ARGUMENTS[tile.kind]
     pointers = [make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=16) for t in addresses.values()]
-    kernel = Nvfp4Gemm(tile) if tile.kind == "nvfp4" else Gemm(tile)
-    made = cute.compile(kernel, *pointers, *[t(1) for t in values.values()], cuda.CUstream(0),
+    made = cute.compile(KERNELS[tile.kind](tile), *pointers, *[t(1) for t in values.values()], cuda.CUstream(0),
                         options=f"--keep-ptx --keep-cubin --dump-dir={parts}")
     made.export_to_c(file_path=str(parts), file_name=tile.name, function_prefix=tile.name)
     source = parts / "shim.cpp"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...formats import E4M3_MAX, NVFP4_BLOCK, power_of_two_ceil
-from ..launch import IN, OUT, WEIGHT, Kernel, expect
+from ..launch import IN, OUT, WEIGHT, WORK, Kernel, expect
 from ..layouts import TMA_COLUMNS, Nvfp4, Nvfp4Operand, pad_k_major, swizzled_bytes
 from . import build
 from .choice import choose
@@ -19,13 +19,16 @@ _ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "out": OUT
               "m": int, "n": int, "k": int, "batch": int, "processors": int}
 _NVFP4_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "out": OUT,
                     "m": int, "n": int, "k": int, "processors": int, "scale": float}
+_GROUPED_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "scales": WEIGHT, "plan": IN, "counts": IN,
+                      "order": IN, "weights": IN, "out": OUT, "out_scales": WORK, "out_row_scales": OUT, "m": int, "n": int, "k": int,
+                      "experts": int, "entries": int, "scale_tiles": int, "processors": int, "limit": float, "scale": float}
 
 
 class CuteKernel(Kernel):
     """The C function of one tile."""
 
     def __init__(self, tile: Tile):
-        super().__init__(tile.name, _NVFP4_ARGUMENTS if tile.kind == "nvfp4" else _ARGUMENTS)
+        super().__init__(tile.name, _GROUPED_ARGUMENTS if tile.grouped else _NVFP4_ARGUMENTS if tile.nvfp4 else _ARGUMENTS)
         self.tile = tile
 
     def built(self, arch: str) -> Path:

@@ -75,63 +75,48 @@ class Nvfp4Gemm(Persistent):
             cute.make_tensor(address, cute.make_layout((words, steps, cute.ceil_div(rows, 128)), stride=(1, words, words * steps)))
             for address, rows in ((x_scale_address, m), (w_scale_address, n)))
 
-        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, Uint8)
-        x_stages = cute.tile_to_shape(atom, (tile.rows, STAGE_WIDTH, tile.stages), order=(0, 1, 2))
-        w_stages = cute.tile_to_shape(atom, (self.w_rows, STAGE_WIDTH, tile.stages), order=(0, 1, 2))
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, BFloat16)
         out_buffers = cute.tile_to_shape(atom, (WARP, COLUMNS_OUT, OUT_BUFFERS, WRITERS), order=(0, 1, 2, 3))
 
-        load, store = cpasync.CopyBulkTensorTileG2SOp(self.group), cpasync.CopyBulkTensorTileS2GOp()
-        load_x, x = cpasync.make_tiled_tma_atom(load, x, cute.select(x_stages, mode=[0, 1]), (tile.rows, STAGE_WIDTH))
-        load_w, w = cpasync.make_tiled_tma_atom(load, w, cute.select(w_stages, mode=[0, 1]), (self.w_rows, STAGE_WIDTH))
-        x_box, w_box = (words, STEPS, tile.rows // 128), (words, STEPS, tile.columns // 128)
-        load_x_scale, x_scale = cpasync.make_tiled_tma_atom(load, x_scale, cute.make_layout(x_box), x_box)
-        load_w_scale, w_scale = cpasync.make_tiled_tma_atom(load, w_scale, cute.make_layout(w_box), w_box)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        loads, x_stages, w_stages = self.loads(x, w, x_scale, w_scale)
         store_out, stored = cpasync.make_tiled_tma_atom(store, out, cute.select(out_buffers, mode=[0, 1]), (WARP, COLUMNS_OUT))
 
         tiles = cute.round_up(cute.ceil_div(m, tile.rows), tile.cluster) * cute.ceil_div(n, tile.columns)
         grid = cutlass.min(tiles, processors // tile.cluster * tile.cluster)
-        self.kernel(load_x, x, load_w, w, load_x_scale, x_scale, load_w_scale, w_scale, store_out, stored, out, row_scales, scale,
-                    x_stages, w_stages, out_buffers).launch(
+        self.kernel(*loads, store_out, stored, out, row_scales, scale, x_stages, w_stages, out_buffers).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[self.blocks, 1, 1] if const_expr(self.blocks > 1) else None,
             min_blocks_per_mp=1, stream=stream)
+
+    def loads(self, x: cute.Tensor, w: cute.Tensor, x_scale: cute.Tensor, w_scale: cute.Tensor) -> tuple:
+        """((TMA copy, its coordinates' tensor) of each operand in turn, the layouts of x's and of w's stages)"""
+        tile, load, words = self.tile, cpasync.CopyBulkTensorTileG2SOp(self.group), SCALE_TILE // 4
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, Uint8)
+        x_stages, w_stages = (cute.tile_to_shape(atom, (rows, STAGE_WIDTH, tile.stages), order=(0, 1, 2))
+                              for rows in (tile.rows, self.w_rows))
+        found = []
+        for tensor, stages, rows in ((x, x_stages, tile.rows), (w, w_stages, self.w_rows)):
+            found += cpasync.make_tiled_tma_atom(load, tensor, cute.select(stages, mode=[0, 1]), (rows, STAGE_WIDTH))
+        for tensor, rows in ((x_scale, tile.rows), (w_scale, tile.columns)):
+            box = words, STEPS, rows // 128
+            found += cpasync.make_tiled_tma_atom(load, tensor, cute.make_layout(box), box)
+        return found, x_stages, w_stages
 
     @cute.kernel
     def kernel(self, load_x: cute.CopyAtom, x: cute.Tensor, load_w: cute.CopyAtom, w: cute.Tensor, load_x_scale: cute.CopyAtom,
                x_scale: cute.Tensor, load_w_scale: cute.CopyAtom, w_scale: cute.Tensor, store_out: cute.CopyAtom, stored: cute.Tensor,
                out: cute.Tensor, row_scales: cute.Tensor, scale: Float32, x_stages: cute.ComposedLayout, w_stages: cute.ComposedLayout,
                out_buffers: cute.ComposedLayout):
-        tile = self.tile
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // WARP)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
-        smem = cutlass.memory.SmemAllocator()
-        full, empty = smem.allocate_array(Int64, tile.stages), smem.allocate_array(Int64, tile.stages)
-        done, free = smem.allocate_array(Int64, self.sums), smem.allocate_array(Int64, self.sums)
-        memory = smem.allocate_array(Int32, 1)  # the address of the tensor memory
-        ring = smem.allocate(tile.stages * tile.stage_bytes, byte_alignment=1024)
-        w_ring = ring + tile.stages * tile.rows * STAGE_WIDTH
-        x_scale_ring = w_ring + tile.stages * self.w_rows * STAGE_WIDTH
-        w_scale_ring = x_scale_ring + tile.stages * tile.rows // 128 * STEPS * SCALE_TILE
+        smem, full, empty, done, free, memory, ring, w_ring, x_scale_ring, w_scale_ring = self.shared()
         s_out = smem.allocate_tensor(BFloat16, out_buffers.outer, byte_alignment=1024, swizzle=out_buffers.inner)
         if thread == 0:
             for descriptor in [load_x, load_w, load_x_scale, load_w_scale, store_out]:
                 cpasync.prefetch_descriptor(descriptor)
-            for i in range_constexpr(tile.stages):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 1)
-            for i in range_constexpr(self.sums):
-                cute.arch.mbarrier_init(done + i, 1)
-                cute.arch.mbarrier_init(free + i, WRITERS * tile.cluster)
-        if warp == MULTIPLIER:
-            cute.arch.alloc_tmem(TENSOR_COLUMNS, memory, is_two_cta=self.pair)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
-            fence("before")
-        cute.arch.mbarrier_init_fence()
-        self.sync_cluster()
-        fence("after")
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, memory)
+        columns = self.begin(full, empty, done, free, memory, warp, thread)
 
         k_tiles = cute.ceil_div(x.shape[1], STAGE_WIDTH)
         rows_down, per_batch = self.extent(out)
@@ -148,7 +133,46 @@ class Nvfp4Gemm(Persistent):
         else:
             self.store(columns, s_out, store_out, stored, row_scales, scale, done, free, rank, rows_down, per_batch, first, step, thread)
 
-        # Nobody uses tensor memory any more, nor will signal the other block.
+        self.end(columns, warp)
+
+    # ---------------------------------------------------------------------------------------------------------- begin, end
+
+    def shared(self) -> tuple:
+        """(allocator, barriers full, empty, done, free, address of the tensor memory, rings of x, of w, of their scales)"""
+        tile, smem = self.tile, cutlass.memory.SmemAllocator()
+        full, empty = smem.allocate_array(Int64, tile.stages), smem.allocate_array(Int64, tile.stages)
+        done, free = smem.allocate_array(Int64, self.sums), smem.allocate_array(Int64, self.sums)
+        memory = smem.allocate_array(Int32, 1)
+        ring = smem.allocate(tile.stages * tile.stage_bytes, byte_alignment=1024)
+        w_ring = ring + tile.stages * tile.rows * STAGE_WIDTH
+        x_scale_ring = w_ring + tile.stages * self.w_rows * STAGE_WIDTH
+        w_scale_ring = x_scale_ring + tile.stages * tile.rows // 128 * STEPS * SCALE_TILE
+        return smem, full, empty, done, free, memory, ring, w_ring, x_scale_ring, w_scale_ring
+
+    @cute.jit
+    def begin(self, full: cute.Pointer, empty: cute.Pointer, done: cute.Pointer, free: cute.Pointer, memory: cute.Pointer, warp: Int32,
+              thread: Int32) -> cute.Pointer:
+        """Barriers and tensor memory are there for all -> the latter's columns."""
+        tile = self.tile
+        if thread == 0:
+            for i in range_constexpr(tile.stages):
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, 1)
+            for i in range_constexpr(self.sums):
+                cute.arch.mbarrier_init(done + i, 1)
+                cute.arch.mbarrier_init(free + i, WRITERS * tile.cluster)
+        if warp == MULTIPLIER:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, memory, is_two_cta=self.pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
+            fence("before")
+        cute.arch.mbarrier_init_fence()
+        self.sync_cluster()
+        fence("after")
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, memory)
+
+    @cute.jit
+    def end(self, columns: cute.Pointer, warp: Int32):
+        """Nobody uses tensor memory any more, nor will signal the other block."""
         fence("before")
         self.sync_cluster()
         if warp == MULTIPLIER:
@@ -192,7 +216,7 @@ class Nvfp4Gemm(Persistent):
     @cute.jit
     def partition(self, load: cute.CopyAtom, shared: cute.Tensor, tensor: cute.Tensor, box: cutlass.Constexpr):
         """(places in shared memory by stage, boxes by their numbers)"""
-        boxes = cute.local_tile(tensor, box, (None,) * len(box))
+        boxes = cute.local_tile(tensor, box, (None,) * cute.rank(tensor))
         return cpasync.tma_partition(load, 0, cute.make_layout(1), cute.group_modes(shared, 0, len(box)),
                                      cute.group_modes(boxes, 0, len(box)))
 

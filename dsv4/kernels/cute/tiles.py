@@ -13,8 +13,9 @@ MAX_STAGES = 8
 SCALE_TILE = 512  # nvfp4: bytes of scales for 128 rows and 64 values of K (layouts.py)
 STEPS = 4  # nvfp4: products of 64 values of K in a stage
 TENSOR_COLUMNS = 512  # nvfp4: of tensor memory
-ARCHITECTURES = {"bf16": ("sm_90a",), "e4m3": ("sm_90a",), "nvfp4": ("sm_100a", "sm_103a")}  # of each kind
-BITS = {"bf16": 16, "e4m3": 8, "nvfp4": 4}  # of a value
+NVFP4_KINDS = "nvfp4", "nvfp4_grouped", "nvfp4_swiglu"  # one product; one an expert; the same with SwiGLU behind it
+ARCHITECTURES = {"bf16": ("sm_90a",), "e4m3": ("sm_90a",), **dict.fromkeys(NVFP4_KINDS, ("sm_100a", "sm_103a"))}  # of each kind
+BITS = {"bf16": 16, "e4m3": 8, **dict.fromkeys(NVFP4_KINDS, 4)}  # of a value
 TURN = 4  # e4m3: stages between two moments without a product in flight (gemm_sm90.py says why)
 
 
@@ -22,8 +23,8 @@ TURN = 4  # e4m3: stages between two moments without a product in flight (gemm_s
 class Tile:
     """rows x columns of the output are one block's at a time (rows: tokens, columns: rows of the weight).
 
-    kind: "bf16", "e4m3" or "nvfp4". cluster: blocks one below the other that share each load of the weight; with nvfp4, 2 of them are a
-    pair whose tensor cores take one product. split: blocks that divide K among them. One of the two is 1.
+    kind: "bf16", "e4m3" or one of NVFP4_KINDS. cluster: blocks one below the other that share each load of the weight; with nvfp4, 2 of
+    them are a pair whose tensor cores take one product. split: blocks that divide K among them. One of the two is 1.
     """
 
     kind: str
@@ -39,6 +40,16 @@ class Tile:
         return f"gemm_{self.kind}_{self.rows}x{self.columns}{extra}"
 
     @property
+    def nvfp4(self) -> bool:
+        """Whether the product is one of NVFP4 operands on Blackwell."""
+        return self.kind in NVFP4_KINDS
+
+    @property
+    def grouped(self) -> bool:
+        """Whether there is a product an expert, of as many tokens as chose it."""
+        return self.nvfp4 and self.kind != "nvfp4"
+
+    @property
     def depth(self) -> int:
         """Values of K in a stage."""
         return STAGE_WIDTH * 8 // BITS[self.kind]
@@ -46,15 +57,16 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         """Both operands. e4m3: and an fp32 scale a row. nvfp4: and the scales of both; a pair's block has half of the weight's rows."""
-        if self.kind == "nvfp4":
+        if self.nvfp4:
             return ((self.rows + self.columns // self.cluster) * STAGE_WIDTH +
                     (self.rows + self.columns) // 128 * STEPS * SCALE_TILE)
         return (self.rows + self.columns) * STAGE_WIDTH + (4 * self.rows if self.kind == "e4m3" else 0)
 
     @property
     def stages(self) -> int:
-        """As many as fit beside the barriers (1 KB, to the next multiple of 1 KB) and the two buffers of a warpgroup's output."""
-        out = 0 if self.split > 1 else 2 * self.rows * COLUMNS_OUT * 2
+        """As many as fit beside the barriers (1 KB, to the next multiple of 1 KB) and the two buffers of a warpgroup's output, which split
+        and grouped products have not."""
+        out = 0 if self.split > 1 or self.grouped else 2 * self.rows * COLUMNS_OUT * 2
         return min(MAX_STAGES, (SHARED_BYTES - 1024 - out) // self.stage_bytes)
 
     @property
@@ -84,7 +96,7 @@ def _tiles() -> tuple[Tile, ...]:
                 found.append(replace(tile, cluster=2))
             if tile.columns == 128:
                 found += [replace(tile, split=s) for s in (2, 4, 8)]
-    return *found, *(Tile("nvfp4", 128, columns, cluster) for columns in (128, 256) for cluster in (1, 2))
+    return *found, *(Tile(kind, 128, columns, cluster) for kind in NVFP4_KINDS for columns in (128, 256) for cluster in (1, 2))
 
 
 TILES = _tiles()

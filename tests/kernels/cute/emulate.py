@@ -21,7 +21,7 @@ from dsv4.kernels import launch
 from dsv4.kernels.cute import build
 from dsv4.kernels.cute.gemm import KERNELS, CuteKernel
 from dsv4.kernels.cute.tiles import ARCHITECTURES, Tile
-from dsv4.kernels.launch import OUT
+from dsv4.kernels.launch import OUT, WORK
 
 from ...emulator.emulator import ON_GPU, run_on_gpu
 from .ptx import Machine, Program, captured
@@ -72,22 +72,27 @@ class Emulated:
         return found
 
     def run(self, values: list, seed: int) -> int:
-        """As the C function: tensors, of which `out` must be wholly written, and numbers."""
-        memory, arguments, out = [], [], self.kinds.index(OUT)
+        """As the C function: tensors, of which OUT must be wholly written and WORK may be, and numbers."""
+        memory, arguments = [], []
         for i, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
             if value is None or kind in (int, float):
                 arguments.append(value)
                 continue
             arguments.append((i + 1) * APART)
             data = value.contiguous().view(torch.uint8).reshape(-1).numpy().copy()
-            if i == out:
+            data.flags.writeable = kind in (OUT, WORK)
+            if data.flags.writeable:
                 data[:] = 0xFF
-            data.flags.writeable = i == out
             memory.append((arguments[-1], data))
-        Machine(self.program, self.launch(arguments), memory, np.random.default_rng(seed)).run()
-        (written,) = (data.view(np.uint16) for address, data in memory if address == (out + 1) * APART)
-        assert not (written == 0xFFFF).any(), f"{(written == 0xFFFF).sum()} of {written.size} values of the output were never written"
-        values[out].view(-1).view(torch.int16).copy_(torch.from_numpy(written.view(np.int16)))
+        machine = Machine(self.program, self.launch(arguments), memory, np.random.default_rng(seed))
+        machine.run()
+        for kind, value, (address, data) in zip(
+                (k for k, v in zip(self.kinds, values, strict=True) if isinstance(v, torch.Tensor)),
+                (v for v in values if isinstance(v, torch.Tensor)), memory, strict=True):
+            if kind in (OUT, WORK):
+                missing = int((~machine.written[address]).sum())
+                assert kind == WORK or not missing, f"{missing} of {len(data)} bytes of an output were never written"
+                value.view(torch.uint8).reshape(-1).copy_(torch.from_numpy(data))
         return 0
 
 

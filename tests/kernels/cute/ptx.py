@@ -8,10 +8,11 @@ its way to it; reading it there, an access outside of the tensors, a barrier tha
 sums of a product are NaN until it is waited for.
 
 It knows what the kernels here use: mbarriers, TMA of whole boxes in and out with multicast, wgmma on operands with the 128-byte swizzle,
-stmatrix, named barriers, clusters with distributed shared memory, tcgen05 with NVFP4 operands in one block or a pair, and arithmetic. Not
-the memory model: ordinary accesses happen at once, fences do nothing. Nor the tensor cores' rounding: products are exact and rounded to
-fp32 once an instruction. Values that tcgen05.ld brings are there at once (the DSL packs them in pairs before it waits, and hardware knows
-which registers are on their way), but nobody may be told that they were read before they are waited for.
+stmatrix, named barriers, clusters with distributed shared memory, tcgen05 with NVFP4 operands in one block or a pair, and arithmetic (of
+ex2.approx, which hardware has within 2 units in the last place, the rounded exact value). Not the memory model: ordinary accesses happen at
+once, fences do nothing. Nor the tensor cores' rounding: products are exact and rounded to fp32 once an instruction. Values that tcgen05.ld
+brings are there at once (the DSL packs them in pairs before it waits, and hardware knows which registers are on their way), but nobody may
+be told that they were read before they are waited for.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LANES = np.arange(32, dtype=np.uint32)
+BOOL, U32 = np.dtype(bool), np.dtype(np.uint32)
+WIDTHS = {"%rs": np.dtype(np.uint16), "%rd": np.dtype(np.uint64)}  # of registers, by their names; others have 32 bits
+ALL = np.ones(32, bool)  # told by its identity
 SHARED_BASE = 1024  # of a block's dynamic shared memory in its window: the first KB is the system's
 SHARED_BYTES = 228 << 10
 PARAMETERS = 1 << 60
@@ -142,7 +146,8 @@ class Program:
     @classmethod
     def parse(cls, text: str) -> Program:
         program = cls()
-        for kind, name, count in re.findall(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)(?:\[(\d+)\])?", text[: text.index(")\n")]):
+        declared = r"\.param (?:\.align \d+ )?\.(\w+) (?:\.ptr \.global \.align \d+ )?(\w+)(?:\[(\d+)\])?"
+        for kind, name, count in re.findall(declared, text[: text.index(")\n")]):
             program.parameters.append((name, int(kind[1:]) // 8 * int(count or 1)))
         body = text[text.index("\n{") + 2:]
         scopes, fresh, at, line = [""], itertools.count(1), 0, text[: text.index("\n{") + 2].count("\n")
@@ -264,17 +269,21 @@ class Sums:
 
 
 class Machine:
-    """`memory`: (address, numpy bytes) of each of the kernel's tensors; nothing else may be touched, and only writeable ones written."""
+    """`memory`: (address, numpy bytes) of each of the kernel's tensors; nothing else may be touched, and only writeable ones written:
+    `written` says by their addresses which bytes were."""
 
     def __init__(self, program: Program, launch: Launch, memory: list[tuple[int, np.ndarray]], rng: np.random.Generator):
         self.program, self.launch, self.rng, self.memory = program, launch, rng, memory
+        self.written = {start: np.zeros(len(data), bool) for start, data in memory if data.flags.writeable}
         self.names = {name: PARAMETERS + (i << 16) for i, (name, _) in enumerate(program.parameters)}
         self.maps: dict[int, TensorMap] = {}
         self.handlers = [self.find(i) for i in program.code]
+        self.jumps = [i.opcode.startswith("bra") or i.opcode == "ret" for i in program.code]
 
     def run(self) -> None:
-        for first in range(0, self.launch.grid[0], self.launch.cluster):
-            self.run_cluster(first)
+        with np.errstate(all="ignore"):
+            for first in range(0, self.launch.grid[0], self.launch.cluster):
+                self.run_cluster(first)
 
     def run_cluster(self, first: int) -> None:
         threads = int(np.prod(self.launch.block))
@@ -307,20 +316,33 @@ class Machine:
 
     def go(self, warp: Warp, steps: int) -> None:
         """Up to so many instructions, or until the warp has to wait. Lanes that are behind go first, so that branches meet again."""
+        code, jumps, place = self.program.code, self.jumps, None  # a number while all lanes are there, which is what takes the time
         for _ in range(steps):
-            if not warp.alive.any():
-                return
-            place = int(warp.places[warp.alive].min())
-            mask = warp.alive & (warp.places == place)
-            instruction = self.program.code[place]
-            warp.places[mask] = place + 1
+            if place is None:
+                if not warp.alive.any():
+                    return
+                here = int(warp.places[warp.alive].min())
+                mask = warp.alive & (warp.places == here)
+                if mask.all():
+                    place, mask = here, ALL
+            else:
+                here, mask = place, ALL
+            instruction = code[here]
+            if place is None or jumps[here]:
+                warp.places[mask] = here + 1
+            if place is not None:
+                place = None if jumps[here] else here + 1
             active = mask
             if instruction.predicate:
-                active = mask & (warp.registers[instruction.predicate] ^ instruction.negated)
-                if not active.any():
+                active = warp.registers[instruction.predicate] ^ instruction.negated
+                if mask is not ALL:
+                    active = mask & active
+                elif active.all():
+                    active = ALL
+                if active is not ALL and not active.any():
                     continue
             try:
-                self.handlers[place](warp, active)
+                self.handlers[here](warp, active)
             except PtxError as error:
                 raise PtxError(f"line {instruction.line}, block {warp.block.index} warp {warp.number}: {instruction.opcode} "
                                f"{', '.join(instruction.operands)[:120]}: {error}") from None
@@ -329,15 +351,16 @@ class Machine:
                     warp.waiting = None
                     continue
                 warp.why = f"line {instruction.line}: {instruction.opcode} {', '.join(instruction.operands)[:80]}"
-                return
+                break
+        if place is not None:
+            warp.places[:] = place
 
     # ---- operands
 
     def read(self, text: str, kind):
         """A function (warp) -> 32 values of the numpy type `kind` of an operand: register, number or name."""
-        if re.match(r"%r|%p|%f|P1|p@", text) or text == "p":
-            bits = np.dtype(kind)
-            return lambda warp: self.typed(warp, text, bits)
+        if re.match(r"%r|%p|%f|P1|p@|e2m1_|f16_", text) or text == "p":
+            return functools.partial(self.typed, name=text, kind=np.dtype(kind))
         special = {
             "%tid.x": lambda warp: warp.number * 32 + LANES, "%ctaid.x": lambda warp: np.full(32, warp.block.index),
             "%nctaid.x": lambda warp: np.full(32, self.launch.grid[0]), "%cluster_ctarank": lambda warp: np.full(32, warp.block.rank),
@@ -361,11 +384,10 @@ class Machine:
 
     @staticmethod
     def typed(warp: Warp, name: str, kind: np.dtype) -> np.ndarray:
-        try:
-            value = warp.registers[name]
-        except KeyError:
-            raise PtxError(f"{name} is read and was never written") from None
-        if kind in (value.dtype, np.dtype(bool)):
+        value = warp.registers.get(name)
+        if value is None:
+            raise PtxError(f"{name} is read and was never written")
+        if value.dtype == kind or kind == BOOL:
             return value
         return value.view(kind) if value.dtype.itemsize == kind.itemsize else value.astype(kind)
 
@@ -374,10 +396,11 @@ class Machine:
         if name == "_":
             return
         if value.dtype != bool:
-            width = {"%rs": np.uint16, "%rd": np.uint64}.get(name[:3], np.uint32)
-            value = value.view(width) if value.dtype.itemsize == np.dtype(width).itemsize else value.astype(width)
-        old = warp.registers.get(name)
-        warp.registers[name] = value if mask.all() or old is None else np.where(mask, value, old)
+            width = WIDTHS.get(name[:3], U32)
+            if value.dtype != width:
+                value = value.view(width) if value.dtype.itemsize == width.itemsize else value.astype(width)
+        old = None if mask is ALL else warp.registers.get(name)
+        warp.registers[name] = value if old is None or mask.all() else np.where(mask, value, old)
 
     def address(self, text: str):
         """[register + offset] -> a function (warp) -> 32 addresses."""
@@ -417,6 +440,8 @@ class Machine:
             if start <= low and high < start + len(data):
                 if write and not data.flags.writeable:
                     raise PtxError(f"a write to an input, at byte {low - start}")
+                if write:
+                    self.written[start][addresses - start] = True
                 return data, addresses - start
         raise PtxError(f"an access to global memory at {low:#x} to {high:#x}, which is in no tensor")
 
@@ -451,15 +476,22 @@ class Machine:
             "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
             "shl": shift(lambda a, b: a << b), "shr": lambda a, b: a >> np.minimum(b, a.dtype.itemsize * 8 - 1).astype(a.dtype),
             "not": np.logical_not if kind == "pred" else np.invert, "mov": lambda a: a,
-            "fma.rn": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
+            "fma.rn": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32), "fma.rm": fma_down,
+            "div.rn": lambda a, b: a / b, "rcp.rn": lambda a: np.float32(1) / a,
+            "ex2.approx.ftz": lambda a: np.exp2(a.astype(np.float64)).astype(np.float32),
+            "cvt.sat.f32": lambda a: np.where(np.isnan(a), np.float32(0), np.clip(a, 0, 1)),
         }[name]
         if name in ("shl", "shr"):
             sources[1] = self.read(instruction.operands[2], wide)
 
-        def do(warp, mask):
-            with np.errstate(all="ignore"):
-                self.write(warp, target, np.asarray(compute(*(s(warp) for s in sources))), mask)
-        return do
+        if len(sources) == 1:
+            (a,) = sources
+            return lambda warp, mask: self.write(warp, target, compute(a(warp)), mask)
+        if len(sources) == 2:
+            a, b = sources
+            return lambda warp, mask: self.write(warp, target, compute(a(warp), b(warp)), mask)
+        a, b, c = sources
+        return lambda warp, mask: self.write(warp, target, compute(a(warp), b(warp), c(warp)), mask)
 
     def move(self, instruction: Instruction, kind: str):
         target, source = instruction.operands
@@ -472,6 +504,9 @@ class Machine:
                 self.write(warp, low, value(warp).astype(half), mask)
                 self.write(warp, high, (value(warp) >> whole(bits)).astype(half), mask)
             return part
+        if source.count(",") == 3:  # a word of four bytes
+            parts = [self.read(s.strip(), np.uint32) for s in source[1:-1].split(",")]
+            return lambda warp, mask: self.write(warp, target, sum((p(warp) & 255) << 8 * i for i, p in enumerate(parts)), mask)
         if source.startswith("{"):
             low, high = (self.read(s.strip(), half) for s in source[1:-1].split(","))
             return lambda warp, mask: self.write(
@@ -479,7 +514,7 @@ class Machine:
         return self.arithmetic(instruction, "mov", kind.replace("f", "b") if kind != "pred" else kind)
 
     def compare(self, instruction: Instruction, relation: str, kind: str):
-        numpy_kind = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "u64": np.uint64}[kind]
+        numpy_kind = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "u64": np.uint64, "f32": np.float32}[kind]
         target, a, b = instruction.operands
         a, b = self.read(a, numpy_kind), self.read(b, numpy_kind)
         compute = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
@@ -508,6 +543,27 @@ class Machine:
             return lambda warp, mask: self.write(
                 warp, target, bf16(low(warp)).astype(np.uint32) | bf16(high(warp)).astype(np.uint32) << 16, mask)
         return lambda warp, mask: self.write(warp, target, bf16(sources[0](warp)), mask)
+
+    def from_half(self, instruction: Instruction, kind: str):
+        target, source = instruction.operands[0], self.read(instruction.operands[1], np.uint16)
+        if kind == "bf16":
+            return lambda warp, mask: self.write(warp, target, source(warp).astype(np.uint32) << np.uint32(16), mask)
+        return lambda warp, mask: self.write(warp, target, source(warp).view(np.float16).astype(np.float32), mask)
+
+    def round_pair(self, instruction: Instruction, kind: str):
+        """Two fp32 as e4m3 bytes or e2m1 codes, the second operand's low."""
+        target, *sources = instruction.operands
+        high, low = (self.read(s, np.float32) for s in sources)
+        encode, width = (to_e4m3, 8) if kind == "e4m3x2" else (to_e2m1, 4)
+        return lambda warp, mask: self.write(warp, target, encode(low(warp)) | encode(high(warp)) << np.uint32(width), mask)
+
+    def halves_of_e4m3(self, instruction: Instruction):
+        target, source = instruction.operands[0], self.read(instruction.operands[1], np.uint16)
+
+        def do(warp, mask):
+            both = E4M3[np.stack((source(warp) & 255, source(warp) >> 8), 1)].astype(np.float16)
+            self.write(warp, target, both.view(np.uint32).reshape(-1), mask)
+        return do
 
     def branch(self, instruction: Instruction):
         place = self.program.labels[instruction.operands[0]]
@@ -981,11 +1037,16 @@ class Machine:
     TABLE = [
         (r"(add|sub|mul\.lo|mul\.hi|mul\.wide|mad\.lo|div|rem|neg|min|max|and|or|xor|shl|shr|not|mul|fma\.rn)"
          r"\.(s32|u32|b32|s64|u64|b64|f32|pred)", arithmetic),
+        (r"(fma\.rm|div\.rn|rcp\.rn|ex2\.approx\.ftz|cvt\.sat\.f32)\.(f32)", arithmetic),
         (r"mov\.(b16|b32|u32|b64|u64|f32|pred)", move),
         (r"setp\.(eq|ne|lt|le|gt|ge)\.(s32|u32|b32|s64|u64)", compare),
-        (r"selp\.b32", select),
+        (r"setp\.(lt|le|gt|ge)\.(f32)", compare),
+        (r"selp\.(?:b16|b32|f32)", select),
         (r"cvt\.(s64|u64|u32|s32)\.(s32|u32|u64|s64)", convert),
         (r"cvt\.rn\.bf16(x2)?\.f32", round_bf16),
+        (r"cvt\.f32\.(bf16|f16)", from_half),
+        (r"cvt\.rn\.satfinite\.(e4m3x2|e2m1x2)\.f32", round_pair),
+        (r"cvt\.rn\.f16x2\.e4m3x2", halves_of_e4m3),
         (r"cvta\.(?:param|shared|to\.shared::cluster)\.u64", same),
         (r"tcgen05\.alloc\.cta_group::([12])\.sync\.aligned\.shared::cta\.b32", tensor_alloc),
         (r"tcgen05\.dealloc\.cta_group::([12])\.sync\.aligned\.b32", tensor_free),
@@ -1008,7 +1069,7 @@ class Machine:
         (r"bar\.sync", named_barrier),
         (r"barrier\.cluster\.arrive", cluster_arrive),
         (r"barrier\.cluster\.wait", cluster_wait),
-        (r"cp\.async\.bulk\.tensor\.[23]d\.shared::(?:cta|cluster)\.global\.tile\.mbarrier::complete_tx::bytes(\.multicast::cluster)?"
+        (r"cp\.async\.bulk\.tensor\.[234]d\.shared::(?:cta|cluster)\.global\.tile\.mbarrier::complete_tx::bytes(\.multicast::cluster)?"
          r"\.L2::cache_hint(\.cta_group::2)?", tma_load),
         (r"cp\.async\.bulk\.tensor\.[23]d\.global\.shared::cta\.tile\.bulk_group\.L2::cache_hint", tma_store),
         (r"cp\.async\.bulk\.commit_group", commit_stores),
@@ -1026,6 +1087,35 @@ def bf16(x: np.ndarray) -> np.ndarray:
     bits = x.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
+
+
+def fma_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c in fp32, rounded towards minus infinity: fp64 and what its sum leaves out."""
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    left = (product - (total - (total - product))) + (c - (total - product))
+    near = total.astype(np.float32)
+    return np.where((near > total) | ((near == total) & (left < 0)), np.nextafter(near, np.float32(-np.inf)), near)
+
+
+def to_e2m1(x: np.ndarray) -> np.ndarray:
+    """The nearest code, of two the even one; beyond 6, and for NaN, 6."""
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    size = np.where(np.isnan(x), np.float32(9), np.abs(x))
+    above = size[:, None] > middles
+    above |= (size[:, None] == middles) & (np.arange(7) % 2 == 1)  # a tie between an odd code and the next, which is even
+    return above.sum(1).astype(np.uint32) | (np.signbit(x) & ~np.isnan(x)).astype(np.uint32) << 3
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """The nearest byte, of two the even one; beyond 448 that, NaN 0x7f."""
+    values = E4M3[:127]
+    size = np.minimum(np.abs(np.where(np.isnan(x), 0, x)), 448).astype(np.float64)
+    high = np.minimum(np.searchsorted(values, size), 126)
+    low = np.maximum(high - 1, 0)
+    down = (size - values[low] < values[high] - size) | ((size - values[low] == values[high] - size) & (low % 2 == 0))
+    code = np.where(down, low, high) | np.signbit(x).astype(np.int64) << 7
+    return np.where(np.isnan(x), 0x7F, code).astype(np.uint32)
 
 
 def e4m3() -> np.ndarray:

@@ -17,7 +17,7 @@ from ...emulator.emulator import machine, needs_gxx
 from .emulate import emulated_kernel
 
 ARCH = "sm_90a"
-HOPPER, NVFP4 = [t for t in TILES if t.kind != "nvfp4"], [t for t in TILES if t.kind == "nvfp4"]
+HOPPER, NVFP4 = [t for t in TILES if not t.nvfp4], [t for t in TILES if t.nvfp4]
 INSTRUCTION = {"bf16": "m64n{}k16.f32.bf16.bf16", "e4m3": "m64n{}k32.f32.e4m3.e4m3"}
 
 
@@ -125,14 +125,31 @@ def test_nvfp4_compiles_to_the_tensor_cores_and_the_copy_engine(nvfp4):
     assert len(re.findall(r"tcgen05\.commit\S+multicast::cluster", ptx)) == (2 if tile.cluster == 2 else 0)
 
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::\w+\.global\S*", ptx)
-    assert sorted(loads) == ["2", "2", "3", "3"] and "multicast::cluster.L2" not in ptx
+    assert sorted(loads) == (["2", "3", "3", "4"] if tile.grouped else ["2", "2", "3", "3"]) and "multicast::cluster.L2" not in ptx
     parts = tile.columns // COLUMNS_OUT
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", ptx)) == parts
     assert len(re.findall(r"tcgen05\.ld\.sync\.aligned\.32x32b\.x64", ptx)) == parts == ptx.count("tcgen05.wait::ld")
     assert f", {tile.stage_bytes * tile.cluster};" in ptx  # what a stage's barrier expects, of a pair that of both
-    # Operands and output pass through the copy engine alone, but for a row's scale; and sums are handed on between fences.
-    assert len(re.findall(r"ld\.global", ptx)) == 1 and "st.global" not in ptx
+    # Operands pass through the copy engine alone. And sums are handed on between fences.
+    read, written = (sorted(re.findall(rf"{what}\.global\.(\S+)", ptx)) for what in ("ld", "st"))
+    if tile.kind == "nvfp4":  # a row's scale; the output is the copy engine's too
+        assert (read, written) == (["b32"], [])
+    elif tile.kind == "nvfp4_grouped":  # how many entries, an entry (twice), a row's and an expert's scale; 16 bytes of a row
+        assert (read, written) == (["b32"] * 3 + ["v4.b32"] * 2, ["v4.b32"] * parts * 8)
+    else:  # two scales of an expert, a row's choice and its weight; half a word of scales, 32 codes, a row's scale
+        assert (read, written) == (["b32"] * 4 + ["v2.b32"] + ["v4.b32"] * 2, ["b16"] * parts + ["b32"] + ["v4.b32"] * parts)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", ptx)) == (0 if tile.grouped else parts)
     assert ptx.count("tcgen05.fence::before_thread_sync") == 3 and ptx.count("tcgen05.fence::after_thread_sync") == 5
+
+
+@pytest.mark.parametrize("tile", [t for t in NVFP4 if t.kind == "nvfp4_swiglu"], ids=lambda t: t.name)
+def test_swiglu_is_computed_as_it_is_defined(dsl, tile):
+    """Quotients are divisions, the exponential is the accurate one, roundings are the hardware's; NaN is let through."""
+    ptx, values = build.report(built(tile), ARCHITECTURES[tile.kind][0]).ptx, tile.columns // 2
+    assert ptx.count("div.rn.f32") == values + 2 * values // 16 and ptx.count("rcp.rn.f32") == values // 16
+    assert not re.findall(r"(?:div|rcp)\.(?:approx|full)|(?:min|max)\.f32", ptx)
+    assert ptx.count("ex2.approx.ftz.f32") == ptx.count("fma.rm.f32") == values  # 2^fraction, times 2^whole
+    assert ptx.count("cvt.rn.bf16.f32") == 2 * values and ptx.count("cvt.rn.satfinite.e4m3x2.f32") == values // 32
+    assert ptx.count("cvt.rn.satfinite.e2m1x2.f32") == values // 2
 
 
 def test_nvfp4_does_not_spill(nvfp4, nvcc, tmp_path):

@@ -8,22 +8,26 @@ import torch
 
 from dsv4.formats import e2m1_to_float
 from dsv4.kernels.cute.gemm import KERNELS, gemm, gemm_nvfp4
+from dsv4.kernels.cute.grouped import grouped_nvfp4_linear, grouped_swiglu_nvfp4
 from dsv4.kernels.cute.tiles import Tile
 from dsv4.kernels.launch import OUT
-from dsv4.kernels.layouts import nvfp4_operand
-from dsv4.ops.nvfp4 import nvfp4_linear_ref, to_nvfp4_ref
+from dsv4.kernels.layouts import grouped_gate_up, grouped_operand, nvfp4_operand
+from dsv4.ops.grouped import grouped_nvfp4_linear_ref, grouped_swiglu_nvfp4_ref
+from dsv4.ops.nvfp4 import nvfp4_linear_ref, to_nvfp4_ref, unpack_nvfp4
 
 from ...emulator.emulator import ON_GPU
 from ..weights import any_weight
 from . import emulate, ptx
 from .emulate import emulated, emulated_kernel
 from .ptx import Launch, Machine, Program, PtxError, TensorMap
+from .test_grouped_nvfp4 import spread, tokens, weights_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's interpreter")
 SMALL, LARGE = Tile("bf16", 64, 128), Tile("bf16", 128, 192, cluster=2)
 SPLIT = Tile("bf16", 64, 128, split=2)
 NVFP4, OVERLAPPING = Tile("nvfp4", 128, 128), Tile("nvfp4", 128, 256)
 PAIR = Tile("nvfp4", 128, 128, cluster=2)
+SWIGLU, SWIGLU_PAIR, ROWS = Tile("nvfp4_swiglu", 128, 128), Tile("nvfp4_swiglu", 128, 128, cluster=2), Tile("nvfp4_grouped", 128, 256)
 
 
 def test_formats_are_torchs(rng):
@@ -106,6 +110,12 @@ def without_wait(number):
     return r"\A(" + f"{other}{wait}" * number + rf"{other}){wait}", r"\1mov.pred P1, -1;"
 
 
+def entry(part, becomes):
+    """(pattern, replacement): a part of a plan's entries, counted from 1, is another number; or, for None, one more."""
+    change = rf"add.s32 \{part + 1}, \{part + 1}, 1;" if becomes is None else rf"mov.b32 \{part + 1}, {becomes};"
+    return r"(ld\.global\.v4\.b32\s+\{(%r\d+), (%r\d+), (%r\d+), (%r\d+)\}[^;]*;)", r"\1 " + change
+
+
 FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("products are not waited for", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;"),
     ("a stage is given back while it is read", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+1;", ""),
@@ -141,6 +151,24 @@ FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("nvfp4: a pair's lower block tells itself", PAIR, r"and\.b32 (\s*%r\d+, %r\d+), -16777224;", r"and.b32 \1, -8;"),
     ("nvfp4: a pair's upper block does not wait for the lower one's stage", PAIR, r"mov\.b32 (\s*%r\d+), (57344);", r"mov.b32 \1, 28672;"),
     ("nvfp4: a pair is one block's instruction", PAIR, "270533760", "136316032"),
+    ("swiglu: a stage is filled while it is read", SWIGLU, *without_wait(0)),
+    ("swiglu: a tile's sums go where others are read", SWIGLU, *without_wait(1)),
+    ("swiglu: sums are read before they are complete", SWIGLU, *without_wait(3)),
+    ("swiglu: sums are given back while they are read", SWIGLU, r"tcgen05\.wait::ld\.sync\.aligned;", ""),
+    ("swiglu: a tile has more rows than the expert", SWIGLU, *entry(3, 128)),
+    ("swiglu: the weight is another expert's", SWIGLU, *entry(1, 0)),
+    ("swiglu: a row too far down", SWIGLU, *entry(2, None)),
+    ("swiglu: scales are another expert's", SWIGLU, *entry(4, 0)),
+    ("swiglu: w1's scale is w3's", SWIGLU, r"ld\.global\.v2\.b32 \s*\{(%r\d+), (%r\d+)\}", r"ld.global.v2.b32 {\2, \1}"),
+    ("swiglu: the last entry is left out", SWIGLU, r"\A(.*?)(ld\.global\.b32 \s*(%r\d+)[^;]*;)", r"\1\2 add.s32 \3, \3, -1;"),
+    ("swiglu: nothing is clamped", SWIGLU, r"setp\.lt\.f32 (\s*%p\d+), (%r\d+), (%r\d+);", r"setp.lt.f32 \1, \2, \2;"),
+    ("swiglu: codes in another order", SWIGLU, r"\{e2m1_0, e2m1_1,", "{e2m1_1, e2m1_0,"),
+    ("swiglu: scales in another order", SWIGLU, r"(cvt\.rn\.satfinite\.e4m3x2\.f32 \S+) (\S+), (\S+);", r"\1 \3, \2;"),
+    ("swiglu: a routing weight is another row's", SWIGLU, r"(st\.global\.b32 \s*\[%rd\d+)\]", r"\1+4]"),
+    ("swiglu: a pair's lower block tells itself", SWIGLU_PAIR, r"and\.b32 (\s*%r\d+, %r\d+), -16777224;", r"and.b32 \1, -8;"),
+    ("grouped: overlapping sums go where others are read", ROWS, *without_wait(1)),
+    ("grouped: a tile has more rows than the expert", ROWS, *entry(3, 128)),
+    ("grouped: values in another order", ROWS, r"(st\.global\.v4\.b32\s+\[%rd\d+\S*) \{(%r\d+), (%r\d+),", r"\1 {\3, \2,"),
 ]
 
 
@@ -154,8 +182,22 @@ def test_planted_faults_are_found(dsl, rng, monkeypatch, tile, pattern, becomes)
     assert count, "the fault is nowhere in this PTX"
     broken.program = Program.parse(text)
     monkeypatch.setattr(emulate, "emulated_kernel", lambda _: broken)
-    monkeypatch.setattr("dsv4.kernels.cute.gemm.processors", lambda device: 2)
-    if tile.kind == "nvfp4":
+    for module in ("gemm", "grouped"):
+        monkeypatch.setattr(f"dsv4.kernels.cute.{module}.processors", lambda device: 2)
+    if tile.grouped:
+        groups, x = tokens(rng, spread(rng, [40, 0, 3, 130]), 4, 288)
+        w1, w3 = weights_of(rng, 4, 96, 288, 8.0), weights_of(rng, 4, 96, 288, 8.0)
+        w, weights = grouped_gate_up(w1, w3), torch.rand(173, 1, generator=rng) + 0.5
+
+        def values(hidden):
+            return torch.cat([unpack_nvfp4(hidden.of(groups, e)) for e in (0, 2, 3)])
+        run, exact = {
+            "nvfp4_swiglu": (lambda: values(grouped_swiglu_nvfp4(x, groups, w, weights, 10.0, tile)),
+                             lambda: values(grouped_swiglu_nvfp4_ref(x, groups, w, weights, 10.0))),
+            "nvfp4_grouped": (lambda: grouped_nvfp4_linear(x, groups, grouped_operand(w1), tile),
+                              lambda: grouped_nvfp4_linear_ref(x, groups, grouped_operand(w1)).float())}[tile.kind]
+        exact = exact()
+    elif tile.kind == "nvfp4":
         # Many tiles of one stage or two: a block goes round its stages, its sums and its buffers, and nothing holds it back but barriers.
         weight = any_weight(rng, "nvfp4", 6 * tile.columns, 272)
         x, w = to_nvfp4_ref(torch.randn(260, 272, generator=rng), True), nvfp4_operand(weight)
