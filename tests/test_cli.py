@@ -78,8 +78,8 @@ def test_thinking_is_shown_apart_from_the_answer(run):
 def test_json_object(run):
     code, out, err = run("--json", "--temperature", 0, "--think", "on", QUESTION)
     result = json.loads(out)
-    assert code == 0 and list(result) == ["model", "prompt_ids", "output_ids", "text", "message", "finish_reason", "timing", "hop", "streamed",
-                                          "memory", "planned", "reserved"]
+    assert code == 0 and list(result) == ["model", "prompt_ids", "output_ids", "text", "message", "finish_reason", "timing", "hop",
+                                          "streamed", "memory", "planned", "reserved"]
     assert result["finish_reason"] == "stop" and result["output_ids"][-1] == 1
     assert "Paris" in result["message"]["content"] and result["message"]["reasoning"] and result["message"]["tool_calls"] == []
     assert result["text"] == f"{result['message']['reasoning']}</think>{result['message']['content']}"
