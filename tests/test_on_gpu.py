@@ -241,6 +241,34 @@ def test_any_split_gives_the_bits_of_one_gpu(model, devices, seed):
     assert 1 <= synchronisations(lambda: [parts.step() for _ in range(10)]) <= 10
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+def test_a_prompt_in_chunks_of_more_than_8(model, monkeypatch, seed):
+    """1,500 tokens in chunks of 128 and a ragged one, every row of logits against decode's kernels, 8 at a time, as decode is held to a
+    prefill; captured chunks give the bits of single launches, and so does a second prompt."""
+    assert runtime.choose_steps(Checkpoint.open(FOLDER), model.plan.layers, [torch.device("cuda", 0)]) is None
+    assert ops.max_tokens() == 1024
+    try:
+        ids, small = random_prompt(model, 1500, seed), model.plan
+        monkeypatch.setattr(model, "plan", replace(small, chunk=128))
+        rows, reader = torch.empty(len(ids), model.config.vocab_size), Prefill(model, model.new_cache())
+        reader.read(ids, lambda n, some: rows[reader.cache.position - n : reader.cache.position].copy_(some), rows=True)
+        reader.cache.reset()
+        captured = reader.read(ids)
+        assert all(stage.replay is not None for stage in reader._stages)
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "captures", lambda: False)
+            single = Prefill(model, model.new_cache())
+            assert torch.equal(single.read(ids), captured) and torch.equal(single.read(ids[:40]), reader.read(ids[:40]))
+        reader.cache.reset()
+        assert torch.equal(reader.read(ids), captured)
+        monkeypatch.setattr(model, "plan", small)
+        told, failure = compare_with_prefill(model, ids, rows, 1)
+        print(told)
+        assert failure is None, told
+    finally:
+        ops.select_backend("cuda")
+
+
 def flash_layers(count: int, devices: list[torch.device], context: int):
     """So many drawn layers of Flash in equal shares: (model, a filled cache)."""
     checkpoint = SyntheticCheckpoint(PRESETS["flash"], "nvidia", "cpu")

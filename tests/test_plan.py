@@ -211,14 +211,16 @@ class Peak(TorchDispatchMode):
     (PRESETS["tiny"], 64), (PRESETS["tiny"], 65536),
     (replace(PRESETS["flash"], num_hidden_layers=1, compress_ratios=(4,), n_routed_experts=8, vocab_size=1024, num_hash_layers=0), 131072)])
 def test_scratch_of_the_kernels_is_what_their_wrappers_allocate(config, context, monkeypatch):
-    """Steps of 1 and 8 tokens with kernels that compute nothing: all that the wrappers, the layers and the head allocate."""
+    """Steps of decode and of prompts with kernels that compute nothing: all that the wrappers, the layers and the head allocate."""
     monkeypatch.setattr(launch, "emulator", lambda kernel, values: 0)
     monkeypatch.setattr(linear, "_CPU_BLOCKS", 264)
     linear.blocks_at_once.cache_clear()
     ops.select_backend("cuda")
     model, _ = loaded(SyntheticCheckpoint(config, "nvidia", CPU), context)
+    ops.allow_prompts()
+    model.plan = replace(model.plan, chunk=60)
     cache = model.new_cache()
-    for tokens in (1, 8):
+    for tokens in (1, 8, 9, 60):
         with torch.inference_mode(), Peak() as seen:
             X = model.run(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), cache)
             model.head(X[-1:])

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from dsv4 import ops, runtime
+from dsv4.checkpoint import Checkpoint
 from dsv4.config import PRESETS
 from dsv4.errors import UserError
 from dsv4.machines import assumed
 from dsv4.synthetic import SyntheticCheckpoint
+from helpers.make_checkpoint import write_true_size
+from tests.checkpoints import MINI
 
 
 @pytest.fixture
@@ -152,6 +155,44 @@ def test_the_kernels_refuse_what_they_cannot_do_before_anything_is_loaded(hopper
     assert message in text and text.endswith(": run with --backend torch") and "\n" not in text and ops.selected_backend() == "torch"
     backend, why = choose("auto", **arguments)
     assert backend == "torch" and (why is None if arguments["devices"] == [CPU] else why == text.removesuffix(": run with --backend torch"))
+
+
+def steps(devices, machine=None, checkpoint=None):
+    """(the most tokens of a step on the kernels, what keeps a prompt at 8)"""
+    checkpoint = checkpoint or SyntheticCheckpoint(PRESETS["tiny"], "nvidia", "meta")
+    ops.select_backend("cuda")
+    why = runtime.choose_steps(checkpoint, range(6), devices, machine)
+    return ops.max_tokens(), why
+
+
+def test_how_many_tokens_a_prompts_steps_have(hopper, monkeypatch):
+    """Decided by every GPU, or the assumed machine's, and the values of FP8 scales whose dtype does not say what they are."""
+    assert steps(hopper) == steps(hopper, assumed("8xH100")) == (1024, None)
+    assert steps(hopper, assumed("8xB200")) == (8, "expected a GPU with wgmma (compute capability 9.0) for more, found B200 with 10.0")
+    assert steps(hopper, assumed("2x96"))[1].endswith("for more, found GPU of 96 GiB")
+    ops.select_backend("torch")
+    assert runtime.choose_steps(None, range(6), hopper) is None and ops.max_tokens() is None
+    scales = {}
+    checkpoint = SyntheticCheckpoint(PRESETS["tiny"], "nvidia", "meta")
+    checkpoint.fp8_scales = scales.get
+    scales["layers.3.attn.wq_b"] = torch.tensor([[0.5, 1.875], [3.0, 2.0**-20]])
+    assert steps(hopper, checkpoint=checkpoint) == (1024, None)
+    scales["layers.3.attn.wq_b"][0, 1] = 1.9375
+    assert steps(hopper, checkpoint=checkpoint) == (
+        8, "layers.3.attn.wq_b: expected FP8 scales of up to 4 significant bits for more, found others")
+    both = [*hopper, torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 + device.index, 0))
+    assert steps(both) == (8, "expected a GPU with wgmma (compute capability 9.0) for more, found cuda:1 with 10.0")
+
+
+@pytest.mark.parametrize("format,expected", [("nvidia", None), ("base-fp8", torch.float32), ("compressed-tensors", torch.float32)])
+def test_fp8_scales_that_may_be_any_numbers_are_read(tmp_path, format, expected):
+    write_true_size(tmp_path / "it", MINI, format, range(4), seed=2, threads=1)
+    checkpoint = Checkpoint.open(tmp_path / "it")
+    scales = checkpoint.fp8_scales("layers.0.attn.wq_a")
+    assert (None if scales is None else scales.dtype) == expected
+    assert expected is None or torch.equal(scales, checkpoint.weight("layers.0.attn.wq_a").scale)
+    assert checkpoint.fp8_scales("layers.0.attn.compressor.wkv") is checkpoint.fp8_scales("head") is None
 
 
 def test_a_gpu_that_the_kernels_do_not_know(hopper, monkeypatch):
