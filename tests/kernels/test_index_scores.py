@@ -227,7 +227,7 @@ def test_strided_inputs(rng):
     lambda q, c, s, w, k, p: (q, c[:, :31], s, w, k, p), lambda q, c, s, w, k, p: (q, c, s.double(), w, k, p),
     lambda q, c, s, w, k, p: (q, c, s, w[:, :63], k, p), lambda q, c, s, w, k, p: (q, c, s, w, k, p.int()),
     lambda q, c, s, w, k, p: (q, c, s, w, k, p[:1]), lambda q, c, s, w, k, p: (q[:, :16 * D], c, s, w[:, :16], k, p),
-    lambda q, c, s, w, k, p: (*(t.repeat(5, 1) for t in (q, c, s, w)), k, p.repeat(5)),
+    lambda q, c, s, w, k, p: (*(t.repeat(513, 1) for t in (q, c, s, w)), k, p.repeat(513)),
     lambda q, c, s, w, k, p: (q[:0], c[:0], s[:0], w[:0], k, p[:0]),
 ])
 def test_what_the_kernel_does_not_take(rng, change):

@@ -122,7 +122,7 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
     const int begin = plan.first_item[blockIdx.x], end = plan.first_item[blockIdx.x + 1];
     Walk walk;
     walk.seek(plan, begin + warp, end);
-    Stream<Walk, Stretch, 2> stream(layout, memory);
+    Stream<Walk, Stretch, 2, true> stream(layout, memory);
     stream.begin(walk);
     Walk bound;
     bound.seek(plan, begin, end);

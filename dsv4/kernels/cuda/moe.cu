@@ -289,7 +289,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
         list.begin[0] = shared_begin<kDown>(plan, blockIdx.x), list.end[0] = shared_begin<kDown>(plan, blockIdx.x + 1);
         list.at_expert[0] = 0, list.at_tile[0] = list.begin[0] / plan.shared.items;
         list.at_item[0] = list.begin[0] - list.at_tile[0] * plan.shared.items, list.expert[0] = plan.experts;
-        mbarrier_init(&list.ready, 1), mbarrier_init(&list.scaled, 1);
+        mbarrier_init(&list.ready, 32), mbarrier_init(&list.scaled, 32);  // each lane arrives for what it wrote itself
     }
     if (lane == 0) list.may_wait[warp] = 0;
     __syncthreads();
@@ -297,7 +297,7 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
     TileItem* const tile_items = reinterpret_cast<TileItem*>(memory + plan.tile_at);
     walk.plan = &plan, walk.list = &list, walk.tile_items = tile_items;
     walk.start(0);
-    Stream<Walk<kDown>, Stretch, 1> stream(plan.ring, memory + kRingAt);
+    Stream<Walk<kDown>, Stretch, 1, kDown> stream(plan.ring, memory + kRingAt);
     stream.begin(walk);
     if (kDown) grid_dependency_launch();
     if (warp == 0) deal<kDown>(plan, list, min(plan.tokens * plan.top_k, plan.experts));  // if no expert is chosen twice
@@ -318,11 +318,9 @@ template <bool kDown> __global__ void __launch_bounds__(kThreads, kBlocksPerSm) 
             const char* weights = plan.routed.weights + list.expert[expert] * plan.routed.bytes;
             tile_items[i] = {weights + item * item_bytes(plan.routed.format), expert, item * item_columns(plan.routed.format)};
         }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(&list.ready);
+        mbarrier_arrive(&list.ready);
         for (int i = 3 + lane; i < 3 * (1 + list.count); i += 32) list.factors[i] = plan.factors[3 * list.expert[i / 3] + i % 3];
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(&list.scaled);
+        mbarrier_arrive(&list.scaled);
     }
     stream.resume();
     if (kDown)

@@ -86,9 +86,10 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 // ------------------------------------------------------------------------------------------------------------------- products
 
 // A lane's part of x for one item: vectors of 8 consecutive columns, of FP4 4 of the 16 at a time. Where one was used up, the next one is
-// loaded, behind the last those of the next item: x comes from L2 where L1 cannot hold it (16,384 columns), and waiting for it took a third
-// of a warp's time.
-template <int kFormat, bool kWhole> struct Operand {
+// loaded. kAhead: behind an item's last vectors those of the next item too. x comes from L2 where L1 cannot hold it (16,384 columns; w2's,
+// of which each expert has its own), and waiting for it took a third of a warp's time. Where all items share an x that L1 holds, this costs
+// more than it brings.
+template <int kFormat, bool kWhole, bool kAhead> struct Operand {
     static constexpr int kHeld = kFormat == kFp8 ? 8 : 4;
     const __nv_bfloat16 *x, *next;  // of this item and the next one: this lane's token, at the lane's first column; 16-byte aligned
     int left, next_left;  // how many columns there are from there on, a multiple of 8; unless kWhole none beyond is read
@@ -100,11 +101,13 @@ template <int kFormat, bool kWhole> struct Operand {
     __device__ __forceinline__ uint4 load(int n) const {
         return kWhole || column(n) < left ? load_16(x + column(n)) : uint4{0, 0, 0, 0};
     }
-    __device__ __forceinline__ Operand(const __nv_bfloat16* x, int left) : x(x), left(left) {
+    // To the next item; with its first vectors.
+    __device__ __forceinline__ void go_on() { x = next, left = next_left; }
+    __device__ __forceinline__ void begin() {
+        go_on();
 #pragma unroll
         for (int n = 0; n < kHeld; n++) held[n] = load(n);
     }
-    __device__ __forceinline__ void go_on() { x = next, left = next_left; }
 };
 
 // The sums of one tile's 16 rows with the 8 columns of operand B, spread over a warp: lane (g, q) has rows g (0, 1) and g + 8 (2, 3) of
@@ -115,32 +118,32 @@ struct Sum {
     __device__ __forceinline__ float total(int i) const { return even[i] + odd[i]; }
 
     // Adds one item in shared memory, of which `mine` is the lane's first 16 bytes.
-    template <int kUnroll, int kFormat, bool kWhole>
-    __device__ __forceinline__ void add(const char* mine, Operand<kFormat, kWhole>& x) {
-        if constexpr (kFormat == kBf16) add_bf16(mine, x);
-        else if constexpr (kFormat == kFp8) add_fp8(mine, x);
-        else add_fp4<kUnroll, kFormat>(mine, x);
+    template <int kUnroll, int kFormat, bool kWhole, bool kAhead>
+    __device__ __forceinline__ void add(const char* mine, Operand<kFormat, kWhole, kAhead>& x) {
+        if constexpr (kFormat == kBf16) add_bf16<kAhead>(mine, x);
+        else if constexpr (kFormat == kFp8) add_fp8<kAhead>(mine, x);
+        else add_fp4<kUnroll, kAhead, kFormat>(mine, x);
     }
 
 private:
     // A lane's 16 bytes are one operand A: two columns of row g, of row g + 8, the next two of g, of g + 8. Two such are 8 columns.
-    template <class X> __device__ __forceinline__ void add_bf16(const char* mine, X& x) {
-        x.go_on();
+    template <bool kAhead, class X> __device__ __forceinline__ void add_bf16(const char* mine, X& x) {
+        if (kAhead) x.go_on();
 #pragma unroll
         for (int u = 0; u < 4; u++) {
             const uint4 a = load_16(mine + 1024 * u), next = load_16(mine + 1024 * u + 512);
             const uint4& b = x.held[u];
             mma_bf16(even, {a.x, a.y, a.z, a.w}, {b.x, b.y});
             mma_bf16(odd, {next.x, next.y, next.z, next.w}, {b.z, b.w});
-            x.held[u] = x.load(u);
+            if (kAhead) x.held[u] = x.load(u);
         }
     }
 
     // 16 bytes of row g, then of row g + 8, are 16 columns in four words. The scales are those of rows 0 to 7 and 8 to 15, for the first
     // 128 columns and for the others.
-    template <class X> __device__ __forceinline__ void add_fp8(const char* mine, X& x) {
+    template <bool kAhead, class X> __device__ __forceinline__ void add_fp8(const char* mine, X& x) {
         const uint4 bits = load_16(mine + kCodes - 16 * (threadIdx.x % 32));
-        x.go_on();
+        if (kAhead) x.go_on();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float part[4] = {};
@@ -152,7 +155,7 @@ private:
                     const uint4& b = x.held[2 * u + p / 2];
                     mma_fp8(part, word(low, p), word(high, p), b.x, b.y);
                     mma_fp8(part, word(low, p + 1), word(high, p + 1), b.z, b.w);
-                    x.held[2 * u + p / 2] = x.load(2 * u + p / 2);
+                    if (kAhead) x.held[2 * u + p / 2] = x.load(2 * u + p / 2);
                 }
             }
             const float low_scale = __uint_as_float(word(bits, 2 * half)), high_scale = __uint_as_float(word(bits, 2 * half + 1));
@@ -163,15 +166,15 @@ private:
 
     // A lane has 16 consecutive columns, one group of NVFP4, in two words, twice in its 16 bytes. Its scales are 16 bytes: for
     // each 64 columns those of rows g and g + 8. MXFP4: lanes 2i and 2i + 1 share the group of 32 and these bytes.
-    template <int kUnroll, int kFormat, class X> __device__ __forceinline__ void add_fp4(const char* mine, X& x) {
+    template <int kUnroll, bool kAhead, int kFormat, class X> __device__ __forceinline__ void add_fp4(const char* mine, X& x) {
         const int lane = threadIdx.x % 32;
         const uint32_t* scales = reinterpret_cast<const uint32_t*>(mine + kCodes - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
 #pragma unroll kUnroll
         for (int u = 0; u < 4; u++, mine += 1024) {
             const uint4 low = load_16(mine), high = load_16(mine + 512);
             const uint32_t four = scales[u];
-            if (u == 3) x.go_on();
-            else x.x += 128, x.left -= 128;
+            if (u < 3) x.x += 128, x.left -= 128;
+            else if (kAhead) x.go_on();
 #pragma unroll
             for (int v = 0; v < 2; v++) {
                 const uint32_t low_scale = scale_pair<kFormat>(four, 2 * v), high_scale = scale_pair<kFormat>(four, 2 * v + 1);
@@ -185,7 +188,7 @@ private:
                     for (int i = 0; i < 4; i++) l[i] = mul_bf16x2(l[i], low_scale), h[i] = mul_bf16x2(h[i], high_scale);
                     mma_bf16(even, {l[0], h[0], l[1], h[1]}, {b.x, b.y});
                     mma_bf16(odd, {l[2], h[2], l[3], h[3]}, {b.z, b.w});
-                    x.held[p] = x.load(p);
+                    if (kAhead || u < 3) x.held[p] = x.load(p);
                 }
             }
         }
@@ -246,8 +249,8 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, int(thread
 // What changes from item to item is pointers that are moved on.
 //
 // kUnroll: how many quarters of an FP4 item follow each other in the code. 1 is the fastest (0.6 of the 12.6 us that w2 of six experts of
-// Flash takes), but in linear.cu one register too many.
-template <class Walk, class Stretch, int kUnroll> class Stream {
+// Flash takes), but in linear.cu one register too many. kAhead: see Operand.
+template <class Walk, class Stretch, int kUnroll, bool kAhead> class Stream {
 public:
     // Shared memory as of `layout`, whose barriers this warp sets up.
     __device__ __forceinline__ Stream(const Layout& layout, char* memory) : depth_(layout.depth), slot_bytes_(layout.slot_bytes) {
@@ -289,25 +292,32 @@ public:
 private:
     template <int kFormat, bool kWhole, class Source> __device__ __forceinline__ void run(Source& source) {
         const int lane = threadIdx.x % 32, skip = lane_columns(kFormat) * (lane % 4);
-        bool more = source.more();
+        bool more = source.more(), complete = false;
         if (!more) return;
         Sum sum;
-        int column;
-        const __nv_bfloat16* x = source.x(item_columns(kFormat), column) + skip;
-        Operand<kFormat, kWhole> operand(x, source.columns() - column - skip);
+        Operand<kFormat, kWhole, kAhead> operand;
+        const auto find_x = [&] {
+            int column;
+            operand.next = source.x(item_columns(kFormat), column) + skip, operand.next_left = source.columns() - column - skip;
+        };
+        const auto go_on = [&] {
+            complete = source.next(), more = source.more();
+            if (more) find_x();  // behind the last item the same again
+        };
+        find_x();
+        operand.begin();
 #pragma unroll 1
         while (more) {
-            const bool complete = source.next();
-            more = source.more();
-            if (more) x = source.x(item_columns(kFormat), column) + skip;  // behind the last item the same again
-            operand.next = x, operand.next_left = source.columns() - column - skip;
+            if (kAhead) go_on();
             mbarrier_wait(full_, parity_);
             sum.template add<kUnroll>(slot_ + 16 * lane, operand);
             __syncwarp();
             if (left_ || refill()) issue(slot_, full_);
             slot_ += slot_bytes_, full_++;
             if (++index_ == depth_) index_ = 0, parity_ ^= 1, slot_ -= depth_ * slot_bytes_, full_ -= depth_;
+            if (!kAhead) go_on();
             if (complete) source.done(sum), sum = Sum();
+            if (!kAhead && more) operand.begin();
         }
     }
 
