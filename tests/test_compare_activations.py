@@ -81,23 +81,25 @@ def louder(x, expert, limit, activations, weights):
 
 
 def test_a_difference_shows_where_it_is_made(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(compare_activations, "VARIANTS", {"same": Variant(Numerics()), "louder": Variant(Numerics(), louder)})
+    """`keys` differs in attention alone, `louder` in the experts alone."""
+    variants = {"same": Variant(Numerics()), "louder": Variant(Numerics(), louder), "keys": Variant(Numerics(kv_quant=False))}
+    monkeypatch.setattr(compare_activations, "VARIANTS", variants)
     path = tmp_path / "out.json"
     argv = ["--preset", "tiny", "--layers", "2:6", "--prompt", "20", "--json", str(path)]
     assert compare_activations.main(argv) == 0
     written = json.loads(path.read_text())
     for row in written["rows"]:
-        same = row["variant"] == "same"
-        assert row["attention"]["relative"] == 0 and row["experts"]["overlap"] == 1, row
-        for part in ("moe", "streams", "accumulated"):
-            assert (row[part]["relative"] == 0) == same, row
-        if not same:
-            assert abs(row["moe"]["relative"] - 0.05) < 1e-5 and row["streams"]["relative"] < 0.05
+        changed = {"same": (), "louder": ("moe", "streams", "accumulated"), "keys": ("attention", "streams", "accumulated")}[row["variant"]]
+        for part in ("attention", "moe", "streams", "accumulated"):
+            assert (row[part]["relative"] > 0) == (part in changed), (row, part)
+        if row["variant"] == "louder":
+            assert abs(row["moe"]["relative"] - 0.05) < 1e-5 and row["streams"]["relative"] < 0.05 and row["experts"]["overlap"] == 1
     first, second = (next(r for r in written["rows"] if r["variant"] == "louder" and r["layer"].startswith(f"layer {n}")) for n in (2, 3))
     assert first["accumulated"] == first["streams"] and second["accumulated"] != second["streams"]
-    assert [(r["variant"], r["divergence"] == 0, r["rows"]) for r in written["logits"]] == [("same", True, 20), ("louder", False, 20)]
+    assert [(r["variant"], r["divergence"] == 0, r["rows"]) for r in written["logits"]] == [
+        ("same", True, 20), ("louder", False, 20), ("keys", False, 20)]
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 2 + 4 * 2 + 3 and out[2].startswith("layer 2 CSA hash     same")
+    assert len(out) == 2 + 4 * 3 + 4 and out[2].startswith("layer 2 CSA hash     same")
 
 
 def nothing(x, expert, limit, activations, weights):
