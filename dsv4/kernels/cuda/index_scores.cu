@@ -165,7 +165,7 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
     DYN_SMEM(char, shared);
     const int first_token = blockIdx.y * kMaxTokens, tokens = min(all_tokens - first_token, kMaxTokens);
     q += int64_t(first_token) * kHeads * kDim, cos += first_token * (kRope / 2), sin += first_token * (kRope / 2);
-    head_weights += first_token * kHeads, positions += first_token, scores += int64_t(first_token) * capacity;
+    head_weights += first_token * kHeads, positions += first_token;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);  // the same in all lanes, which the compiler cannot know otherwise
     const int stride = int(gridDim.x) * kGroups * kTile;
@@ -226,7 +226,7 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
             float score = (further ? high : low) + __shfl_xor_sync(~0u, further ? low : high, 1);
             score += __shfl_xor_sync(~0u, score, 2);
             const int entry = tile + mine + 8 * further;
-            if (t < 2 && entry < n) scores[unsigned(token) * unsigned(capacity) + entry] = score;
+            if (t < 2 && entry < n) scores[(blockIdx.y * kMaxTokens + token) * unsigned(capacity) + entry] = score;
         }
         tile += stride;
     };
@@ -245,7 +245,7 @@ index_scores_kernel(const float* q, const float* cos, const float* sin, const fl
 
 // q [tokens, 64 * 128], cos and sin [tokens, 32], head_weights [tokens, 64] fp32; values [capacity, 64] and scales [capacity, 4] uint8
 // (IndexKeys); positions [tokens] int64 -> scores [tokens, capacity] fp32. tokens from 1 on, of which 8 share what is read of the keys
-// (blockIdx.y), values at a multiple of 16 bytes, scales of 4.
+// (blockIdx.y), tokens * capacity below 2^32, values at a multiple of 16 bytes, scales of 4.
 extern "C" int index_scores(const float* q, const float* cos, const float* sin, const float* head_weights, const uint8_t* values,
                             const uint8_t* scales, const int64_t* positions, float* scores, int tokens, int capacity, int top_k,
                             cudaStream_t stream) {
