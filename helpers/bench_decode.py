@@ -43,7 +43,7 @@ from helpers.replayed import Recorded, bf16_products, cold, recording, storages 
 from helpers.timing import Call, graph_of, kernels_of, launches, measured, shares_of_kernels  # noqa: E402
 from single_shot_inference import OneLineParser, whole  # noqa: E402
 
-GPUS, HOP_US = 8, 8.7  # us of a hop, as events on two H200 measured it
+GPUS, HOP_US = 8, 2.1  # us of a hop, as two H200 measured it (docs/measurements.md)
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes

@@ -53,9 +53,9 @@ class Dense:
         self.m, self.k, self.n, self.groups = m, k, n, groups
         self.x = torch.randn(*((m, groups, k) if groups > 1 else (m, k)), generator=draw, device=device, dtype=torch.bfloat16)
         weight = FORMATS[kind](torch.randn(groups * n, k, generator=draw, device=device) * k**-0.5)
-        packed, self.values = pack_weights((weight,)), weight.dequantize().bfloat16()
+        packed, self.values = pack_weights((weight,)), weight.dequantize()
         self.packed = [packed._replace(data=packed.data.clone()) for _ in range(max(1, -(-COLD // packed.nbytes)))]
-        self.copies = [self.values.clone() for _ in range(max(1, -(-COLD // (2 * self.values.numel()))))]
+        self.copies = [self.values.bfloat16() for _ in range(max(1, -(-COLD // (2 * self.values.numel()))))]  # torch's, which are rounded
         self.short = prompts.takes_short_order(int(packed.table[0, 1]))
         self.arranged = self.arrange()
 
@@ -77,7 +77,7 @@ class Dense:
 
     def exact(self) -> torch.Tensor:
         x = self.x[:CHECKED].float().view(-1, self.groups, self.k)
-        return torch.einsum("mgk,gnk->mgn", x, self.values.float().view(self.groups, self.n, self.k))
+        return torch.einsum("mgk,gnk->mgn", x, self.values.view(self.groups, self.n, self.k))
 
 
 def measure_dense(kind: str, m: int, k: int, n: int, groups: int, device: torch.device, sweep: bool) -> dict:

@@ -15,8 +15,8 @@
 // Of a warp, 16 keys and one token: 290 instructions (114 of the integer pipe, which takes one every second cycle), and 8 products, 32
 // cycles of the tensor core each. With mma.sync they took 830 cycles of it for 32 keys, beside 850 instructions, and the two hardly
 // overlapped: 17.6 us on an H200 for 262,144 entries, 4.4 for 1,024; warps in turns, by named barriers: 18.7.
-// Predicted now for 262,144: 9.5 us: launch 1, position, queries and first keys 0.8, queries 1.1, the first expansion 0.3, 31 tiles an SM
-// of 290 to 360 cycles 5.1 to 6.4 (their 17.8 MB: 4), the last sums 0.3; for 1,024: 4 us. Where nothing is computed: 1 us.
+// Measured now: 13.3 us for 262,144, where 9.5 were predicted: launch 1, position, queries and first keys 0.8, queries 1.1, the first expansion 0.3, 31 tiles an SM
+// of 290 to 360 cycles 5.1 to 6.4 (their 17.8 MB: 4), the last sums 0.3. Where nothing is computed: 1 us.
 #include "index_query.cuh"
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kGroups = kThreads / 128;

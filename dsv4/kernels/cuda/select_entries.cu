@@ -11,8 +11,8 @@
 // The entries that are taken become a bit each; what lies in front of a bit is the entry's place, so the indices ascend in whatever order
 // the candidates came. Atomics count and mark and never decide what comes out.
 //
-// Measured on an H200: 4.8 us for 1,024 entries (before positions and scores came in one round trip; docs/measurements.md). Predicted:
-// 4.2 us for them; 262,144 entries 7.5 us: launch 1, scores (16 KB a block, L2) 0.8, bound and candidates 0.7, their way through L2 and the
+// Measured on an H200: 262,144 entries 10.0 us (docs/measurements.md); 1,024 entries 4.8, before positions and scores came in one round
+// trip. Predicted were 4.2 for these, and 7.5 for 262,144: launch 1, scores (16 KB a block, L2) 0.8, bound and candidates 0.7, their way through L2 and the
 // last block's start 1.5, 33 KB of candidates 0.8, the cut 1.3, bits and places 0.8, output 0.5. Eight tokens of them: 16 us, in two waves.
 #include "common.cuh"
 #include "ptx.cuh"
