@@ -42,6 +42,7 @@ from dsv4.kernels import build  # noqa: E402
 from dsv4.kernels.cute.tiles import ARCHITECTURES  # noqa: E402
 from dsv4.kernels.launch import architecture  # noqa: E402
 from helpers import bench_decode, children, light_checks, replayed  # noqa: E402
+from helpers.bench_gemm import KINDS  # noqa: E402
 from helpers.make_checkpoint import write_file  # noqa: E402
 from single_shot_inference import OneLineParser  # noqa: E402
 
@@ -103,7 +104,7 @@ def plan(device: torch.device, arch: str, quick: bool) -> list[Check]:
 def _right(on: dict, presets: tuple[str, ...], gpu: bool, quick: bool) -> list[Check]:
     make = functools.partial(Check, sync=True)
     checks = [make(f"tiles, {kind}", light_checks.tiles, on | {"kind": kind}, kernels=(f"gemm_{kind}",),
-                   architectures=where if gpu else ()) for kind, where in ARCHITECTURES.items()]
+                   architectures=ARCHITECTURES[kind] if gpu else ()) for kind in KINDS]
     steps = {} if gpu else {"past": 640, "prompt": 6, "decode": 1}
     for preset in presets:
         checks.append(make(f"sample, {preset}", light_checks.sample, on | {"preset": preset}, kernels=("sample",)))
@@ -129,13 +130,13 @@ def _fast(on: dict, presets: tuple[str, ...], gpu: bool, quick: bool) -> list[Ch
         checks.append(Check(f"quantisers, {preset}", light_checks.quantisers,
                             on | {"preset": preset, "tokens": (1, 129, 4096) if gpu else (1, 3)},
                             kernels=("to_nvfp4", "rms_norm_to_nvfp4", "swiglu_to_nvfp4")))
-    for preset, (kind, where) in itertools.product(presets, ARCHITECTURES.items()):
+    for preset, kind in itertools.product(presets, KINDS):
         few = ("wkv", "wo_a", "wo_b", "shared w1 w3") if quick else None
         tokens = (1, 5) if not gpu else (128, 2048) if quick else (1, 128, 2048, 8192)
         raw = ("nvfp4_linear",) if kind == "nvfp4" else ()
         checks.append(Check(f"products, {preset} {kind}", light_checks.products,
                             on | {"preset": preset, "kind": kind, "tokens": tokens, "names": few}, 300, (f"gemm_{kind}", *raw),
-                            where if gpu else ()))
+                            ARCHITECTURES[kind] if gpu else ()))
     checks += [Check(f"grouped, {preset}", light_checks.grouped, on | {"preset": preset}, kernels=("gemm_nvfp4",), architectures=BLACKWELL)
                for preset in presets if gpu]
     lengths = {True: (4096,) if quick else (4096, 1 << 20), False: (130,)}[gpu]

@@ -9,6 +9,8 @@ import os
 import pytest
 import torch
 
+from dsv4 import ops
+
 torch.set_num_threads(1)
 torch.set_float32_matmul_precision("highest")
 
@@ -18,6 +20,15 @@ SEED = int(os.environ.setdefault("DSV4_TEST_SEED", str(int.from_bytes(os.urandom
 
 def pytest_report_header(config):
     return f"fresh inputs: DSV4_TEST_SEED={SEED}"
+
+
+@pytest.fixture(autouse=True)
+def backend_of_a_test():
+    """A test leaves the backend as it found it: the command line, which some call, does not."""
+    before = ops.selected_backend()
+    yield
+    if ops.selected_backend() != before:
+        ops.select_backend(before)
 
 
 @pytest.fixture
