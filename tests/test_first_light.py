@@ -235,7 +235,7 @@ def test_the_real_checks_on_a_cpu(tmp_path, monkeypatch):
     only_by_file = {kernel for of in light_checks.test_files().values() for kernel in of}  # which run on a GPU; some have a check too
     verdicts = {kernel: of["verdict"] for kernel, of in report["kernels"].items()}
     assert set(verdicts.values()) <= {"pass", "skipped"} and {k for k, v in verdicts.items() if v == "skipped"} <= only_by_file, verdicts
-    assert sum(v == "pass" for v in verdicts.values()) >= 20
+    assert sum(v == "pass" for v in verdicts.values()) >= 18  # the operations of a layer, the head, and the quantisers
     assert {check["verdict"] for check in report["checks"]} == {"pass"} and report["complete"]
     assert {r["shows"] for r in report["rows"]} == {"roof", "right", "layer", "fast"} and report["roofs"].keys() >= {"read", "bf16"}
     voices = next(r for r in report["rows"] if r.get("kind") == "nvfp4" and "definition_error" in r)
