@@ -31,14 +31,23 @@ def prepare_torch(layer_bytes: int) -> None:
         torch.set_num_threads(1)
 
 
-def resolve_devices(spec: str, machine: Machine | None = None) -> list[torch.device]:
+def resolve_device(spec: str) -> torch.device:
+    """A helper's --device: `cpu`, or one GPU such as `cuda:0`. Raises UserError for what is not there."""
+    if spec == "auto" or "," in spec:
+        raise UserError(f"--device: expected cpu or one GPU such as cuda:0, found {spec!r}")
+    return resolve_devices(spec, flag="--device", expected="cpu or one GPU such as cuda:0", instead="--device cpu")[0]
+
+
+def resolve_devices(spec: str, machine: Machine | None = None, flag: str = "--devices",
+                    expected: str = "auto, cpu or a list such as cuda:0,cuda:1",
+                    instead: str = "--devices cpu or auto") -> list[torch.device]:
     """`auto` (the GPUs that torch sees, else the CPU), `cpu`, or `cuda:0,cuda:1`; of the assumed machine, if given. Raises UserError for
-    what is not there."""
+    what is not there, in the words of the option `flag`."""
     if machine is not None:
         count, seen = machine.count, f"--assume has {machine.count} GPUs"
     else:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        seen = f"torch {torch.__version__} sees {count} GPUs; use --devices cpu or auto"
+        seen = f"torch {torch.__version__} sees {count} GPUs; use {instead}"
     if spec == "auto":
         return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
     devices = []
@@ -48,11 +57,11 @@ def resolve_devices(spec: str, machine: Machine | None = None) -> list[torch.dev
         except RuntimeError:
             device = None
         if device is None or device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
-            raise UserError(f"--devices: expected auto, cpu or a list such as cuda:0,cuda:1, found {spec!r}")
+            raise UserError(f"{flag}: expected {expected}, found {spec!r}")
         if device.type == "cuda":
             index = device.index or 0
             if index >= count:
-                raise UserError(f"--devices: {name.strip()}: {seen}")
+                raise UserError(f"{flag}: {name.strip()}: {seen}")
             device = torch.device("cuda", index)
         devices.append(device)
     if machine is not None and devices[0].type == "cpu":

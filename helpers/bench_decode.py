@@ -502,7 +502,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_contexts(args.context, args.tokens, PRESETS[args.preset])
         check_outputs(args.json, args.plot)
-        device = runtime.resolve_devices(args.device)[0]
+        device = runtime.resolve_device(args.device)
         check_format(args.format, device)
         runtime.prepare_torch(1 << 30)
         if device.type == "cuda":

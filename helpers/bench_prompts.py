@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         check_outputs(args.json, None)
-        device = runtime.resolve_devices(args.device)[0]
+        device = runtime.resolve_device(args.device)
         runtime.prepare_torch(1 << 30)
         start, results = machine(device), []
         print(EXPERTS_HEADER if args.experts else DENSE_HEADER)

@@ -412,7 +412,7 @@ def run(args: argparse.Namespace) -> int:
 
 def layers(args: argparse.Namespace) -> dict:
     """Compares and prints layer after layer; returns what --json has of it."""
-    device = runtime.resolve_devices(args.device)[0]
+    device = runtime.resolve_device(args.device)
     checkpoint = SyntheticCheckpoint(PRESETS[args.preset], args.format, device, args.seed) if args.preset else Checkpoint.open(args.model)
     config = checkpoint.config
     chosen = range(*(args.layers or (0, config.num_hidden_layers)))

@@ -491,7 +491,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     report = None
     try:
-        device = runtime.resolve_devices(args.device)[0]
+        device = runtime.resolve_device(args.device)
         arch = architecture(device) if device.type == "cuda" else "cpu"
         checks = plan(device, arch, args.quick)
         if args.only is not None:

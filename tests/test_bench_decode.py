@@ -273,7 +273,7 @@ def test_the_formats_are_those_that_the_kernels_take(format, monkeypatch, capsys
             linear.pack_weights((checkpoint.weight(name),))
     except UserError as error:
         assert "weights that bf16 holds exactly" in str(error)
-        monkeypatch.setattr(runtime, "resolve_devices", lambda _: [torch.device("cuda", 0)])
+        monkeypatch.setattr(runtime, "resolve_device", lambda _: torch.device("cuda", 0))
         error = refused(bench_decode, ["--preset", "tiny", "--format", format], monkeypatch, capsys)
         assert "on a GPU" in error and f"found {format}: its weights are fp32, which the kernels' bf16 does not hold" in error
     else:
@@ -290,4 +290,4 @@ def test_without_a_gpu(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert bench_decode.main(["--preset", "tiny"]) == 2
-    assert capsys.readouterr().err.startswith("error: --devices: cuda:0: torch")
+    assert capsys.readouterr().err.startswith("error: --device: cuda:0: torch")

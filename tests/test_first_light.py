@@ -218,7 +218,7 @@ def test_without_a_gpu(capsys):
         pytest.skip("this machine has a GPU")
     assert first_light.main([]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: --devices: cuda:0: torch ") and error.count("\n") == 1
+    assert error.startswith("error: --device: cuda:0: torch ") and error.count("\n") == 1
 
 
 def test_a_check_that_is_not_there(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -48,6 +49,19 @@ def test_devices_that_are_not_there(gpus, count, spec):
     with pytest.raises(UserError) as caught:
         runtime.resolve_devices(spec)
     assert "--devices" in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("count,spec,message", [
+    (0, "cuda:0", r"--device: cuda:0: torch .* sees 0 GPUs; use --device cpu"),
+    (2, "cuda:2", r"--device: cuda:2: torch .* sees 2 GPUs; use --device cpu"),
+    *((2, spec, f"--device: expected cpu or one GPU such as cuda:0, found '{spec}'") for spec in ("auto", "cuda:0,cuda:1", "gpu", "")),
+])
+def test_a_helpers_device_is_one_and_there(gpus, count, spec, message):
+    gpus(count)
+    assert runtime.resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError) as caught:
+        runtime.resolve_device(spec)
+    assert re.fullmatch(message, str(caught.value))
 
 
 def files(monkeypatch, contents):
