@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def gibibytes(text: str) -> int:
         number = 0.0
     if not 0 < number < 2**20:
         raise argparse.ArgumentTypeError(f"expected a number of GiB above 0, such as 40 or 0.5, found {text[:40]!r}")
-    return int(number * GIB)
+    return math.ceil(number * GIB)  # never 0, which would be no bound
 
 
 def token_ids(text: str) -> list[int]:

@@ -167,11 +167,14 @@ class Planner:
                              f"{gib(sum(d.streamed_bytes for d in self.plan.devices))}), has {gib(self.host_free)} GiB free: "
                              + ("take more GPUs or fewer --layers" if self.wish.drawn else "--stream-weights disk needs none for them"))
         worst = max(self.plan.devices, key=lambda d: d.missing)
+        scale, unit = scale_of(worst.needed)
+        needed, weights, cache, reserved, free = (
+            f"{size / scale:.2f}" for size in (worst.needed, worst.weights, worst.cache, worst.reserved, worst.free))
         raise DoesNotFit(
-            f"{worst.device}: needs {gib(worst.needed)} GiB (weights {gib(worst.weights)}, caches for {self.wish.context} tokens "
-            f"{gib(worst.cache)}, scratch {gib(worst.needed - worst.weights - worst.cache)}"
-            + (f") and {gib(worst.reserved)} in reserve" if worst.reserved else ")")
-            + f", has {gib(worst.free)} GiB free: {self.advice()}; --plan shows all of it")
+            f"{worst.device}: needs {needed} {unit} (weights {weights}, caches for {self.wish.context} tokens {cache}, "
+            f"scratch {(worst.needed - worst.weights - worst.cache) / scale:.2f}"
+            + (f") and {reserved} in reserve" if worst.reserved else ")")
+            + f", has {free} {unit} free: {self.advice()}; --plan shows all of it")
 
     def _host_suffices(self, plan: Plan) -> bool:
         return plan.stream != "host" or self.host_free is None or plan.host <= self.host_free
@@ -569,6 +572,11 @@ def prompt_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: i
     streams = 2 * (2 * c.hc_mult + 3) * c.hidden_size + 35 * 128
     rings = -(-tokens // MAX_TOKENS) * ring * (KEY_BYTES + KEY_SCALES + 24)  # for each 8 tokens, and which rows they have
     return tokens * (streams + max(most, experts)) + rings + 4 * logit_rows * c.vocab_size
+
+
+def scale_of(size: int) -> tuple[int, str]:
+    """The unit that such a size is told in: its bytes and its name."""
+    return (GIB, "GiB") if size >= GIB else (1 << 20, "MiB")
 
 
 def gib(size: int) -> str:

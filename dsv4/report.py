@@ -5,7 +5,7 @@ from __future__ import annotations
 from .announced import Announced, Disk
 from .checkpoint import family, human_bytes
 from .machines import CONTEXT, GIB, Machine
-from .plan import Plan, Planner
+from .plan import Plan, Planner, scale_of
 
 
 def planned_bytes(plan: Plan, resident: int) -> dict[str, int]:
@@ -91,7 +91,7 @@ class PlanReport:
         """For people."""
         plan, planner, config = self.plan, self.planner, self.planner.checkpoint.config
         total = sum(d.needed for d in plan.devices)
-        scale, unit = (GIB, "GiB") if total >= GIB else (1 << 20, "MiB")
+        scale, unit = scale_of(total)
         source = {"index": "by its index: the shards' headers are not all here", "headers": "by its headers",
                   "preset": "its weights are drawn"}[self._sizes_from]
         form = "packed for the kernels" if planner.packs else "dequantised to fp32" if plan.keep_dequantised else "as stored"

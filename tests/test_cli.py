@@ -365,7 +365,7 @@ def test_does_not_fit(run, monkeypatch):
 
     monkeypatch.setattr(runtime, "free_bytes", lambda device: 2**20)
     code, out, err = run("a")
-    assert code == 4 and "needs" in one_line(err) and "GiB free" in err
+    assert code == 4 and "needs" in one_line(err) and "has 1.00 MiB free" in err
 
 
 def test_logits_that_do_not_fit(run, monkeypatch, tmp_path):

@@ -561,7 +561,8 @@ def test_more_memory_than_there_is_changes_nothing(run, monkeypatch):  # noqa: F
     (["--memory", "0", "a"], 2, "--memory: expected a number of GiB above 0, such as 40 or 0.5, found '0'"),
     (["--memory", "nan", "a"], 2, "found 'nan'"), (["--memory", "1e9", "a"], 2, "found '1e9'"),
     (["--memory", "x" * 50, "a"], 2, "found 'x"),
-    (["--memory", "0.001", "--stream-weights", "disk", "a"], 4, "nothing smaller fits"),
+    (["--memory", "0.001", "--stream-weights", "disk", "a"], 4, "has 1.02 MiB free: nothing smaller fits"),
+    (["--memory", "1e-12", "a"], 4, "has 0.00 MiB free: nothing smaller fits"),
     (["--memory", "0.0155", "--max-new-tokens", "8", "--prefill-chunk", "4", "a" * 400], 4, ", or with --stream-weights disk"),
 ])
 def test_bad_arguments(run, argv, code, words):  # noqa: F811
