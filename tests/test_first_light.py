@@ -221,10 +221,13 @@ def test_without_a_gpu(capsys):
     assert error.startswith("error: --device: cuda:0: torch ") and error.count("\n") == 1
 
 
-def test_a_check_that_is_not_there(capsys):
-    assert first_light.main(["--device", "cpu", "--only", "layers of"]) == 2
+@pytest.mark.parametrize("only, found", [("layers of", "layers of"), ("roofs,layers of", "layers of"), ("roofs,", ""), ("", ""),
+                                         ("sample, tiny,layer, pro", "layer, pro")])
+def test_a_check_that_is_not_there(only, found, capsys):
+    assert first_light.main(["--device", "cpu", "--only", only]) == 2
     error = capsys.readouterr().err
-    assert re.fullmatch(r"error: --only: expected the beginning of a check's name \(roofs, .*\), found 'layers of'\n", error)
+    assert error == ("error: --only: expected the beginning of a check's name (roofs, tiles, sample, layer, head, quantisers, products, "
+                     f"decode), found '{found}'\n")
 
 
 def test_the_real_checks_on_a_cpu(tmp_path, monkeypatch):
