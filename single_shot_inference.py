@@ -360,6 +360,8 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
         say(f"note: the torch definitions run, and not the kernels: {why}")
     if (why := runtime.choose_steps(checkpoint, layers, devices, args.assume)) is not None:
         say(f"note: a prompt is read 8 tokens at a time: {why}")
+    elif (most := ops.max_tokens()) and (args.prefill_chunk or 0) > most:
+        say(f"note: --prefill-chunk: expected at most {most} on the kernels, found {args.prefill_chunk}: {most} are taken")
     rows = 0 if args.dump_logits is None and args.decode_consistency is None else context
     dump = 4 * rows * config.vocab_size
 

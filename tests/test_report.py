@@ -143,6 +143,14 @@ def check(value, schema, path="plan"):
         assert type(value) is schema, (path, value)
 
 
+@pytest.mark.parametrize("asked, chunk, note", [
+    (1024, 1024, ""), (1025, 1024, "note: --prefill-chunk: expected at most 1024 on the kernels, found 1025: 1024 are taken\n"),
+])
+def test_a_chunk_that_the_kernels_do_not_take(run, flash, asked, chunk, note):  # noqa: F811
+    code, out, err = run("--plan", "--json", "--assume", "2xH200", "--backend", "cuda", "--model", flash, "--prefill-chunk", asked)
+    assert (code, json.loads(out)["chunk"], err) == (0, chunk, note)
+
+
 def test_the_object(run, flash):  # noqa: F811
     code, out, err = run("--plan", "--json", "--assume", "2x96", "--backend", "cuda", "--model", flash)
     plan = json.loads(out)
