@@ -66,7 +66,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                    help="routed experts that do not fit the devices stay in host memory or in the files, and come when they are chosen")
     g.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and caches (default: float32 on a CPU, else bfloat16)")
     g.add_argument("--context", metavar="N", type=whole(1),
-                   help="tokens to plan the caches for (default: prompt + new tokens; with --plan 4096)")
+                   help="tokens to plan the caches for (default: prompt + new tokens; with --plan 4096 behind --past)")
     g.add_argument("--prefill-chunk", metavar="N", type=whole(1),
                    help="prompt tokens run at once (default: 512; on the kernels as many as they take: 1024 on H100 and H200, else 8)")
     g.add_argument("--kv-quant", choices=("model", "off"), default="model", help="the trained KV FP8 and indexer FP4 (default: model)")
@@ -386,10 +386,11 @@ def planner_of(args: argparse.Namespace, checkpoint, prompt_tokens: int | None):
 
 def check_against(args: argparse.Namespace, config, prompt_tokens: int | None) -> tuple[int, range]:
     """The context and the layers to run, which the model must have."""
-    most = config.max_position_embeddings
-    context, found = args.context or min(4096, most), ""
+    most, past = config.max_position_embeddings, args.past or 0
+    context, found = args.context or min(past + 4096, most), ""
+    if prompt_tokens is None and past >= context:
+        raise UserError(f"--context: expected more than the {past} tokens of --past, found {context}")
     if prompt_tokens is not None:
-        past = args.past or 0
         context = args.context or past + prompt_tokens + args.max_new_tokens
         found = f" ({f'{past} tokens of --past, ' * bool(past)}a prompt of {prompt_tokens} tokens and {args.max_new_tokens} new ones)"
         prompt_tokens += past

@@ -145,7 +145,8 @@ class Planner:
 
     def __init__(self, checkpoint: Checkpoint, rooms: list[Room], wish: Wish, host_free: int | None = None):
         if wish.stream == "host" and rooms[0].device.type == "cpu":
-            raise UserError("--stream-weights host: expected GPUs, found cpu, whose memory is the host's: use --stream-weights disk")
+            raise UserError("--stream-weights host: expected GPUs, found cpu, whose memory is the host's: "
+                            + ("leave it out" if wish.drawn else "use --stream-weights disk"))
         if wish.stream == "disk" and wish.drawn:
             raise UserError("--stream-weights disk: expected a checkpoint's files, found weights that are drawn: use --stream-weights host")
         self.checkpoint, self.rooms, self.wish, self.host_free = checkpoint, rooms, wish, host_free

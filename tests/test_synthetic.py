@@ -121,6 +121,8 @@ def test_a_past_that_nobody_ran(run):  # noqa: F811
         return result["output_ids"]
 
     assert ids("--past", 4093) == ids("--past", 4093) != ids()
+    for past, context in ((4093, 8189), ((1 << 20) - 1, 1 << 20)):
+        assert json.loads(run("--synthetic", "tiny", "--plan", "--json", "--past", past)[1])["context"] == context
     assert run("--synthetic", "tiny", "--prompt-ids", "5,6", "--max-new-tokens", 6, "--past", 1 << 20)[2].startswith(
         "error: --context: expected at most the model's 1048576 positions, found 1048584 (1048576 tokens of --past, a prompt of 2 tokens")
 
@@ -150,6 +152,9 @@ def test_a_filled_cache_has_finite_keys_that_differ():
     (["--past", "3", "hello"], "--past does not go without --synthetic"),
     (["--synthetic", "tiny", "--random-prompt", "3", "--past", "3", "--dump-logits", "x"], "--dump-logits does not go with --past"),
     (["--synthetic", "tiny", "--random-prompt", "3", "--past", "3", "--decode-consistency", "2"], "--decode-consistency does not go with"),
+    (["--synthetic", "tiny", "--plan", "--past", "30", "--context", "30"],
+     "--context: expected more than the 30 tokens of --past, found 30"),
+    (["--synthetic", "tiny", "--random-prompt", "3", "--stream-weights", "host"], "whose memory is the host's: leave it out"),
     (["--synthetic", "tiny", "--random-prompt", "3", "--past", "30", "--context", "32"],
      "--context: expected at least the 30 of --past and the prompt's 3 tokens, found 32"),
     (["--synthetic", "tiny", "--random-prompt", 2 * 10**9],  # before any of them is drawn
