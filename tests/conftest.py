@@ -5,6 +5,7 @@ DSV4_TEST_SEED=<number> repeats a run.
 """
 
 import os
+import signal
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ def pytest_report_header(config):
 
 
 @pytest.fixture(autouse=True)
-def backend_of_a_test():
-    """A test leaves the backend as it found it: the command line, which some call, does not."""
-    before = ops.selected_backend()
+def as_it_was():
+    """A test leaves the backend and Ctrl-C as it found them: the command line, which some call, chooses the one and ends with the other
+    ignored."""
+    backend, handler = ops.selected_backend(), signal.getsignal(signal.SIGINT)
     yield
-    if ops.selected_backend() != before:
-        ops.select_backend(before)
+    signal.signal(signal.SIGINT, handler)
+    if ops.selected_backend() != backend:
+        ops.select_backend(backend)
 
 
 @pytest.fixture
