@@ -27,7 +27,7 @@
 // (values and parts of scores written and read, 64 KB each; weights), 1,010 instructions a warp (two warps a scheduler: 2,020). Barriers
 // keep these from overlapping much: predicted 5,000 cycles, 11.4 us for four, as 5,900 were measured with 1,150 instructions and queries
 // read again for each tile; start and first keys 3, stores 0.5, the merge of 33 splits, 4.3 MB in one round trip, 2.3: 17.2 us.
-// Measured on an H200: 128 heads and 1,152 keys 7.7 us, 160 keys 6.6; 64 heads and 640 keys 5.9; 8,320 keys 17.8, where 16 heads a block,
+// Measured on an H200: 128 heads and 1,152 keys 7.7 us, 160 keys 6.8, 8,320 keys 17.8, where 16 heads a block,
 // two blocks an SM and tiles of 48 keys took 25.2, and two tiles in registers 19.2 (docs/measurements.md).
 #include "common.cuh"
 

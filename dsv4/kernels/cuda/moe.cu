@@ -19,7 +19,7 @@
 // Memory for many tokens' sums is bounded by rounds over the chosen experts' tiles; one token has one round.
 //
 // Bytes, one token (NVFP4 experts, FP8 shared): Pro up 192.8 MB, 42.8 us at 4.5 TB/s, and down 96.3, 21.4; Flash 73.4 and 36.7 MB.
-// Measured on an H200, the experts alone: Pro 38.0 + 24.4 us, Flash 20.5 and 11.5 to 12.0 (docs/measurements.md).
+// Measured on an H200, the experts alone, when both looked ahead for x: Pro 38.0 + 24.4 us (docs/measurements.md).
 #include "stream.cuh"
 
 constexpr int kMaxTopK = 8, kMaxExperts = 384, kMaxChosen = kMaxTokens * kMaxTopK;

@@ -87,8 +87,8 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 
 // A lane's part of x for one item: vectors of 8 consecutive columns, of FP4 4 of the 16 at a time. Where one was used up, the next one is
 // loaded. kAhead: behind an item's last vectors those of the next item too. x comes from L2 where L1 cannot hold it (16,384 columns; w2's,
-// of which each expert has its own), and waiting for it took a third of a warp's time. Where all items share an x that L1 holds, this costs
-// more than it brings.
+// of which each expert has its own), and waiting for it took a third of a warp's time. w1 and w3 do without: theirs
+// is one x that L1 holds, and it cost 0.5 to 1 us more than it brought (docs/measurements.md).
 template <int kFormat, bool kWhole, bool kAhead> struct Operand {
     static constexpr int kHeld = kFormat == kFp8 ? 8 : 4;
     const __nv_bfloat16 *x, *next;  // of this item and the next one: this lane's token, at the lane's first column; 16-byte aligned
