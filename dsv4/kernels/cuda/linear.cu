@@ -39,7 +39,7 @@ struct Plan {
 
 struct Stretch {
     const char* items;
-    int count, format;
+    int count, bytes, format;
     int tile, item, tile_items, group;  // the first item's: tile of the launch, place in it; items of a tile; of x
 };
 
@@ -79,7 +79,8 @@ struct Walk {
         to.group = 0;
         if (plan->group_tiles) to.group = tile / plan->group_tiles, last = min(last, (to.group + 1) * plan->group_tiles);
         to.format = s.format, to.tile = first, to.item = item, to.tile_items = s.items;
-        to.items = plan->weights + s.weights + (int64_t(tile) * s.items + item) * item_bytes(s.format);
+        to.bytes = item_bytes(s.format);
+        to.items = plan->weights + s.weights + (int64_t(tile) * s.items + item) * to.bytes;
         to.count = (min((last - tile) * s.items - item, left) + kWarps - 1) / kWarps;
         left -= to.count * kWarps, item += to.count * kWarps;
         settle();
@@ -122,7 +123,7 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
     const int begin = plan.first_item[blockIdx.x], end = plan.first_item[blockIdx.x + 1];
     Walk walk;
     walk.seek(plan, begin + warp, end);
-    Stream<Walk, Stretch, 2, true> stream(layout, memory);
+    Stream<Walk, Stretch> stream(layout, memory);
     stream.begin(walk);
     Walk bound;
     bound.seek(plan, begin, end);
@@ -138,7 +139,7 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
         for (Stretch s; walk.next(s, first + layout.pieces);) {
             const __nv_bfloat16* row = x_token + s.group * plan.columns;
             Source source{layout, memory, row, s.count, s.item, s.tile_items, plan.columns, s.tile - first, 0};
-            stream.multiply(s.format, plan.columns % item_columns(s.format) == 0, source);
+            stream.multiply<2, true>(s.format, plan.columns % item_columns(s.format) == 0, source);
         }
         __syncthreads();
         // 16 threads write a tile's rows for one token. Short: the code is in no cache yet, and the kernel ends with its slowest block.

@@ -38,7 +38,7 @@
 
 enum Format { kBf16 = 0, kFp8 = 1, kNvfp4 = 2, kMxfp4 = 3 };
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kBlocksPerSm = 2;
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kRows = 16;      // of a tile
 constexpr int kCodes = 4096;   // bytes of codes of an item, before its scales
 constexpr int kMaxTokens = 8;  // columns of the product's operand B
@@ -248,18 +248,16 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, int(thread
 // One warp's items on their way through its ring. The warp that has read a slot refills it itself, so a slot needs no second barrier.
 // What changes from item to item is pointers that are moved on.
 //
-// kUnroll: how many quarters of an FP4 item follow each other in the code. 1 is the fastest (0.6 of the 12.6 us that w2 of six experts of
-// Flash takes), but in linear.cu one register too many. kAhead: see Operand.
-template <class Walk, class Stretch, int kUnroll, bool kAhead> class Stream {
+template <class Walk, class Stretch, int kDepth = 0> class Stream {
 public:
     // Shared memory as of `layout`, whose barriers this warp sets up.
-    __device__ __forceinline__ Stream(const Layout& layout, char* memory) : depth_(layout.depth), slot_bytes_(layout.slot_bytes) {
+    __device__ __forceinline__ Stream(const Layout& layout, char* memory) : layout_depth_(layout.depth), slot_bytes_(layout.slot_bytes) {
         const int warp = warp_index();
-        slot_ = memory + warp * depth_ * slot_bytes_;
-        full_ = reinterpret_cast<uint64_t*>(memory + layout.barrier_offset()) + warp * depth_;
+        slot_ = memory + warp * depth() * slot_bytes_;
+        full_ = reinterpret_cast<uint64_t*>(memory + layout.barrier_offset()) + warp * depth();
         if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
-            for (int i = 0; i < depth_; i++) mbarrier_init(full_ + i, 1);
+            for (int i = 0; i < depth(); i++) mbarrier_init(full_ + i, 1);
             mbarrier_fence_init();
         }
         __syncwarp();
@@ -275,22 +273,24 @@ public:
     // multiply().
     __device__ __forceinline__ void resume() {
 #pragma unroll 1
-        for (; filled_ < depth_ && (left_ || refill()); filled_++) issue(slot_ + filled_ * slot_bytes_, full_ + filled_);
+        for (; filled_ < depth() && (left_ || refill()); filled_++) issue(slot_ + filled_ * slot_bytes_, full_ + filled_);
     }
 
     // The products of the next items with x, all of one format. Source tells what the items are: more(), whether there is another one;
     // x(.., column), this lane's token from the item's first column on, which is number `column` of columns(); next(), to the warp's next
     // item, returns whether the sum of the one before is complete, which then goes to done(sum). whole: no item reaches beyond the columns'
     // end.
-    template <class Source> __device__ __forceinline__ void multiply(int format, bool whole, Source& source) {
-        if (format == kBf16) whole ? run<kBf16, true>(source) : run<kBf16, false>(source);
-        else if (format == kFp8) whole ? run<kFp8, true>(source) : run<kFp8, false>(source);
-        else if (format == kNvfp4) whole ? run<kNvfp4, true>(source) : run<kNvfp4, false>(source);
-        else whole ? run<kMxfp4, true>(source) : run<kMxfp4, false>(source);
+    // kUnroll: how many quarters of an FP4 item follow each other in the code. 1 is the fastest (0.6 of the 12.6 us that w2 of six experts
+    // of Flash takes), but in linear.cu one register too many. kAhead: see Operand.
+    template <int kUnroll, bool kAhead, class Source> __device__ __forceinline__ void multiply(int format, bool whole, Source& source) {
+        if (format == kBf16) whole ? run<kUnroll, kAhead, kBf16, true>(source) : run<kUnroll, kAhead, kBf16, false>(source);
+        else if (format == kFp8) whole ? run<kUnroll, kAhead, kFp8, true>(source) : run<kUnroll, kAhead, kFp8, false>(source);
+        else if (format == kNvfp4) whole ? run<kUnroll, kAhead, kNvfp4, true>(source) : run<kUnroll, kAhead, kNvfp4, false>(source);
+        else whole ? run<kUnroll, kAhead, kMxfp4, true>(source) : run<kUnroll, kAhead, kMxfp4, false>(source);
     }
 
 private:
-    template <int kFormat, bool kWhole, class Source> __device__ __forceinline__ void run(Source& source) {
+    template <int kUnroll, bool kAhead, int kFormat, bool kWhole, class Source> __device__ __forceinline__ void run(Source& source) {
         const int lane = threadIdx.x % 32, skip = lane_columns(kFormat) * (lane % 4);
         bool more = source.more(), complete = false;
         if (!more) return;
@@ -314,7 +314,7 @@ private:
             __syncwarp();
             if (left_ || refill()) issue(slot_, full_);
             slot_ += slot_bytes_, full_++;
-            if (++index_ == depth_) index_ = 0, parity_ ^= 1, slot_ -= depth_ * slot_bytes_, full_ -= depth_;
+            if (++index_ == depth()) index_ = 0, parity_ ^= 1, slot_ -= depth() * slot_bytes_, full_ -= depth();
             if (!kAhead) go_on();
             if (complete) source.done(sum), sum = Sum();
             if (!kAhead && more) operand.begin();
@@ -325,7 +325,7 @@ private:
     __device__ __forceinline__ bool refill() {
         Stretch stretch;
         if (!ahead_.next(stretch)) return false;
-        next_ = stretch.items, left_ = stretch.count, bytes_ = item_bytes(stretch.format);
+        next_ = stretch.items, left_ = stretch.count, bytes_ = stretch.bytes;
         return true;
     }
 
@@ -338,7 +338,9 @@ private:
         next_ += kWarps * bytes_, left_--;
     }
 
-    int depth_, slot_bytes_;
+    __device__ __forceinline__ int depth() const { return kDepth ? kDepth : layout_depth_; }
+
+    int layout_depth_, slot_bytes_;
     char* slot_;      // whose turn it is
     uint64_t* full_;  // its barrier
     int index_ = 0, parity_ = 0, filled_ = 0;
