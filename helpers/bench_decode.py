@@ -289,15 +289,18 @@ class Bench:
         return rows
 
     def alone(self, compare: bool) -> list[dict]:
-        """Products that a layer makes together with others, each by itself: linears, and a token's routed experts."""
+        """Products that a layer makes together with others, each by itself, as one linear; and a token's routed experts."""
         rows = []
         for name, modules in ALONE.items():
             modules = [f"layers.0.{module}" for module in modules]
             needs = [self.checkpoint.needs[module] for module in modules]
             columns = needs[0].shape[1]
             x = torch.randn(self.tokens, columns, device=self.device).to(self.model.numerics.dtype)
-            weights = ops.pack_weights(tuple(self.checkpoint.weight(module) for module in modules))
-            call = Recorded("projections", ops.projections, (x, weights, ("bf16",) * len(modules)), {})
+            first, *others = (self.checkpoint.weight(module) for module in modules)
+            for other in others:  # one matrix below the other
+                first = replace(first, shape=(first.shape[0] + other.shape[0], columns), payload=torch.cat((first.payload, other.payload)),
+                                scale=None if first.scale is None else torch.cat((first.scale, other.scale)))
+            call = Recorded("linear", ops.linear, (x, ops.pack_weights((first,)), "bf16"), {})
             shapes = [(1, sum(need.shape[0] for need in needs), columns)] if compare else []
             rows.append(self._row(f"alone: {name}, {self.checkpoint.kind(modules[0])}", [call],
                                   sum(map(self.checkpoint.bytes_of, needs)), storages(x), shapes))
