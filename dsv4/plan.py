@@ -123,12 +123,14 @@ class Room(NamedTuple):
 
 class Instead(NamedTuple):
     """What would fit, the rest as wished: the largest context, the fewest GPUs (like the one with the most free) without streaming, the
-    longest run of layers from the first one, where experts may stay if they may not yet; None where nothing does."""
+    longest run of layers from the first one, where experts may stay if they may not yet, the longest chunk of the prompt if it must be a
+    shorter one; None where nothing does."""
 
     context: int | None
     devices: int | None
     layers: range | None
     stream: str | None = None
+    chunk: int | None = None
 
 
 def make_plan(checkpoint: Checkpoint, devices: list[torch.device], *, layers: range, context: int, chunk: int, dtype: torch.dtype,
@@ -182,12 +184,15 @@ class Planner:
 
     def advice(self) -> str:
         """What would fit instead, in words."""
-        context, devices, layers, stream = self.instead
-        ways = [f"--context {context}"] if context else []
+        context, devices, layers, stream, chunk = self.instead
+        ways = [f"--prefill-chunk {chunk}"] if chunk else []
+        ways += [f"--context {context}"] if context else []
         ways += [f"{devices} such GPUs"] if devices else []
         ways += [f"--layers {layers.start}:{layers.stop}"] if layers else []
         ways += [f"--stream-weights {stream}"] if stream else []
-        return "it fits with " + ", or with ".join(ways) if ways else "nothing smaller fits: a device with more memory is needed"
+        if not ways:
+            return "nothing smaller fits: more memory is needed, by a larger --memory or another device"
+        return "it fits with " + ", or with ".join(ways)
 
     @cached_property
     def instead(self) -> Instead:
@@ -196,6 +201,9 @@ class Planner:
 
         def with_context(n):
             return self._plan(self.rooms, replace(wish, context=n, chunk=min(wish.chunk, n))).fits
+
+        def with_chunk(n):
+            return self._plan(self.rooms, replace(wish, chunk=n)).fits
 
         def with_layers(n):  # the counts per device were given for all of them
             return self._plan(self.rooms, replace(wish, layers=wish.layers[:n], per_device=None)).fits
@@ -210,7 +218,8 @@ class Planner:
                     break
         stream = next((where for where in ("host", "disk") if self._would_stream(where)), None)
         layers = len(wish.layers) if self.plan.fits else _largest(with_layers, len(wish.layers) - 1)
-        return Instead(_largest(with_context, most) or None, count, wish.layers[:layers] if layers else None, stream)
+        chunk = None if self.plan.fits else _largest(with_chunk, wish.chunk - 1) or None
+        return Instead(_largest(with_context, most) or None, count, wish.layers[:layers] if layers else None, stream, chunk)
 
     def _would_stream(self, where: str) -> bool:
         """Whether it fits with experts that stay there, and not without. Host memory that nobody knows is hoped for only where there is

@@ -85,7 +85,7 @@ class PlanReport:
                 "disk": self.disk._asdict() | {"missing": self.disk_missing},
                 "would_fit": {"context": instead.context, "devices": instead.devices,
                               "layers": instead.layers and [instead.layers.start, instead.layers.stop],
-                              "stream": instead.stream}}
+                              "stream": instead.stream, "prefill_chunk": instead.chunk}}
 
     def lines(self) -> list[str]:
         """For people."""

@@ -506,6 +506,21 @@ def test_the_largest_context_is_the_largest():
     assert planner(checkpoint, 10**13, 1, context=77).instead.context == 1 << 20  # the model's own limit
 
 
+def test_a_shorter_chunk_can_be_enough():
+    """Free memory between the needs of chunks of 1,024 and of 8 tokens, far back in a long context; a plan that fits names none."""
+    ops.select_backend("cuda")
+    checkpoint = true_size("flash")
+    needs = [planner(checkpoint, 10**13, 1, context=1 << 20, chunk=chunk).plan.devices[0] for chunk in (8, 1024)]
+    assert needs[1].needed - needs[0].needed > GIB // 4
+    free = needs[0].reserved + (needs[0].needed + needs[1].needed) // 2
+    it = planner(checkpoint, free, 1, context=1 << 20, chunk=1024)
+    chunk = it.instead.chunk
+    assert not it.plan.fits and 8 < chunk < 1024 and it.advice().startswith(f"it fits with --prefill-chunk {chunk}, or with ")
+    assert planner(checkpoint, free, 1, context=1 << 20, chunk=chunk).plan.fits
+    assert not planner(checkpoint, free, 1, context=1 << 20, chunk=chunk + 1).plan.fits
+    assert planner(checkpoint, free, 1, context=1 << 20, chunk=8).instead.chunk is None
+
+
 @pytest.mark.parametrize("name,gpu,context,count", [("pro", "H200", 1 << 17, 7), ("pro", "B200", 1 << 20, 6), ("pro", "H100", 4096, 13),
                                                     ("pro", "B300", 1 << 20, 4), ("flash", "H200", 1 << 17, 2), ("flash", "H100", 4096, 3),
                                                     ("flash", "RTX PRO 6000", 4096, 2)])
@@ -528,9 +543,9 @@ def test_one_gpu_can_be_enough():
 
 def test_nothing_fits_a_gpu_that_is_smaller_than_a_layer():
     it = planner(true_size("pro"), GIB)
-    assert it.instead == (None, None, None, None) and it.advice().startswith("nothing smaller fits")
+    assert it.instead == (None,) * 5 and it.advice().startswith("nothing smaller fits")
     it = planner(true_size("pro"), 8 * GIB)  # but it fits one that holds all but the routed experts
-    assert it.instead == (None, None, None, "disk") and it.advice() == "it fits with --stream-weights disk"
+    assert it.instead == (None, None, None, "disk", None) and it.advice() == "it fits with --stream-weights disk"
 
 
 def test_a_plan_needs_no_gpu_and_asks_for_none(monkeypatch):

@@ -123,7 +123,8 @@ SCHEMA = {
                  "graphs": int, "loading": int, "slots": int, "needed": int, "reserved": int, "free": int, "missing": int, "streamed": int,
                  "streamed_layers": ([int], type(None))}],
     "host": {"needed": int, "free": (int, type(None)), "missing": int}, "disk": {"total": int, "present": int, "free": int, "missing": int},
-    "would_fit": {"context": (int, type(None)), "devices": (int, type(None)), "layers": ([int], type(None)), "stream": (str, type(None))},
+    "would_fit": {"context": (int, type(None)), "devices": (int, type(None)), "layers": ([int], type(None)), "stream": (str, type(None)),
+                  "prefill_chunk": (int, type(None))},
 }
 
 
@@ -164,7 +165,7 @@ def test_the_object(run, flash):  # noqa: F811
     for d in plan["devices"]:
         assert d["needed"] == d["weights"] + max(d["loading"], d["caches"] + d["scratch"] + d["graphs"])
         assert d["free"] == 96 * GIB - CONTEXT and d["reserved"] == reserved(d["weights"]) and d["missing"] == 0 < d["graphs"]
-    assert plan["would_fit"] == {"context": 1 << 20, "devices": 2, "layers": [0, 43], "stream": None}
+    assert plan["would_fit"] == {"context": 1 << 20, "devices": 2, "layers": [0, 43], "stream": None, "prefill_chunk": None}
     code, plan = plan_of(run, "--assume", "1x8", "--backend", "torch", "--model", flash)
     check(plan, SCHEMA)
     assert code == 4 and not plan["fits"] and plan["devices"][0]["missing"] > 100 * GIB and plan["host"]["free"] is None
