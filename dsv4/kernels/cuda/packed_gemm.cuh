@@ -11,16 +11,19 @@
 // by bulk copies, an item (512 columns of FP4) of 8 tiles at a time, into a ring of 2; tokens by TMA into a ring of 4 slots of 32 KB, which
 // hold 64 columns of 256 tokens, 128 of 128. (Tiles of up to 128 tokens: 3, and 6 of 16 KB.) While 16 columns are multiplied, the next 16's
 // weights are expanded into one of four sets of 4 registers. The product is as wide as the tile has tokens, of 32, 64, 96, 128, 192 and 256
-// columns. Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go
-// down the tokens first (up to 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no
-// tile.
+// columns. Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go down the tokens first
+// (up to 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no tile.
+//
+// Where a weight has few rows, its tiles are cut along K into parts (prompts.py: how many depends on the weight alone, as the order of
+// additions does), which follow each other in the walk, so that different blocks multiply them at the same time. A block leaves its sums in
+// global memory, a thread's lie as it has them; the last of a tile's to arrive adds them in the order of the parts and stores the tile.
 //
 // Instructions a warp for 64 columns of NVFP4: 32 to expand, 16 multiplications by scales, 4 to make these, 1.5 loads, about 45 around, for
-// 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core), so a chunk of 64 columns
-// should take the larger of 4 N and some 300 cycles. Measured on an H200 (docs/measurements.md) when ptxas had put all that expands a chunk
-// behind the fourth product of the one before: with 256 tokens 96 to 101 % of torch's bf16 rate, with 128, 96 and 32 about 50 %, which is
-// 3 N + 480 cycles: a warp that starts a product waits until the one before is done or nearly so, and what stood behind the fourth hid
-// behind the fourth alone. Predicted with 16 to 64 tokens an expert: the time to read the weights.
+// 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core): so of a block, a chunk
+// of 64 columns should take the larger of 4 N and some 300 cycles. Measured on an H200 (docs/measurements.md) when ptxas had put all that
+// expands a chunk behind the fourth product of the one before: with 256 tokens 96 to 101 % of torch's bf16 rate, but with 192, 128, 96 and
+// 32 some 1,140, 1,020, 790 and 470 cycles a chunk (from those ratios and torch's times), as if what stood behind the fourth product hid
+// behind that one alone. Predicted with 16 to 64 tokens an expert: the time to read the weights.
 //
 // FP8: the block scale multiplies the weights in bf16, which is exact if it has up to 4 significant bits (prompts.takes); decode applies it
 // to the sums of 128 columns, for which there are no registers here.
@@ -37,6 +40,7 @@ constexpr int kOutTokens = 32, kOutStride = kBlockRows + 8;        // of a buffe
 constexpr int kOutBytes = kOutTokens * kOutStride * 2;
 constexpr int kBand = 8;                                           // tiles of tokens before the next rows
 constexpr int kMaxMatrices = 384;
+constexpr int kUnit = 4;                                           // chunks of K that are never parted; an item, if that is less
 constexpr int kMathRegisters = 232, kLoadRegisters = 40;
 
 enum Result { kRounded = 0, kSwiglu = 1, kFloats = 2 };
@@ -46,6 +50,9 @@ struct Plan {
     const float *factors, *row_weights;  // factors [matrices, 3] or null: `factor`
     const int* offsets;                  // [matrices + 1], or null: all have all rows
     void* out;
+    float* partial;                      // [tiles of out, parts, most / 8, kMath, 4], if parts > 1
+    unsigned* arrivals;                  // a counter for each tile of out
+    int parts, units;                    // of K
     int64_t matrix_bytes;
     int rows, columns, matrices, tiles, items, most;  // columns: of one matrix' out; tiles: packed ones; most: tokens of a tile
     int x_step, out_step, out_columns;   // from one matrix' columns to the next one's; of a row of out
@@ -57,6 +64,7 @@ struct Shared {
     uint64_t slot_full[kMaxSlots], slot_empty[kMaxSlots], item_full[kMaxItems], item_empty[kMaxItems];
     int begin[kMaxMatrices], end[kMaxMatrices], first[kMaxMatrices + 1];  // a matrix' rows of x; its first tile of tokens
     int sums[kGemmThreads / 32];
+    bool last;
 };
 
 // A kernel's tiles and shared memory: slots, two buffers of results, `Shared`, items. Few tokens wait for weights, so narrow tiles have
@@ -76,6 +84,8 @@ template <bool kWide> __device__ __forceinline__ int width(int tokens) {
 }
 // Chunks of 64 columns that a slot holds; an item is a whole number of slots.
 __host__ __device__ constexpr int item_chunks(int format) { return item_columns(format) / kChunk; }
+// Chunks of a unit: whole slots of any width of tile.
+__host__ __device__ constexpr int unit_chunks(int format) { return item_chunks(format) < kUnit ? item_chunks(format) : kUnit; }
 template <bool kWide> __host__ __device__ constexpr int slot_chunks(int format, int n) {
     const int fit = Sizes<kWide>::kTokens / (n > 128 ? 256 : n > 64 ? 128 : n > 32 ? 64 : 32);
     return fit < item_chunks(format) ? fit : item_chunks(format);
@@ -93,22 +103,22 @@ template <int kStages> struct Ring {
 template <bool kWide> using Slots = Ring<Sizes<kWide>::kSlots>;
 template <bool kWide> using Items = Ring<Sizes<kWide>::kItems>;
 
-// The tiles of this block, one after the other; both sides walk alike.
+// The tiles of this block, or parts of tiles, one after the other; both sides walk alike.
 struct Walk {
     const Plan& plan;
     const Shared& shared;
-    int t, across_all, total;
+    int t, across_all;
     int matrix = 0, first_row = 0, tokens = 0, across = 0;  // of the current tile; across: which 128 packed rows
 
     __device__ __forceinline__ Walk(const Plan& plan, const Shared& shared)
-        : plan(plan), shared(shared), t(int(blockIdx.x) - int(gridDim.x)), across_all((plan.tiles + kTiles - 1) / kTiles),
-          total(shared.first[plan.matrices] * across_all) {}
+        : plan(plan), shared(shared), t(int(blockIdx.x) - int(gridDim.x)), across_all((plan.tiles + kTiles - 1) / kTiles) {}
 
     __device__ __forceinline__ bool next() {
         t += gridDim.x;
-        if (t >= total) return false;
-        while (t >= shared.first[matrix + 1] * across_all) matrix++;
-        int i = t - shared.first[matrix] * across_all;
+        if (t >= shared.first[plan.matrices] * across_all * plan.parts) return false;
+        const int tile = this->tile();
+        while (tile >= shared.first[matrix + 1] * across_all) matrix++;
+        int i = tile - shared.first[matrix] * across_all;
         const int down_all = shared.first[matrix + 1] - shared.first[matrix], band = i / (kBand * across_all);
         i -= band * kBand * across_all;
         const int here = min(kBand, down_all - band * kBand), down = band * kBand + i % here;
@@ -117,6 +127,11 @@ struct Walk {
         tokens = min(plan.most, shared.end[matrix] - first_row);
         return true;
     }
+    // Made anew where they are used: registers are dear while a tile is multiplied.
+    __device__ __forceinline__ int tile() const { return t / plan.parts; }
+    __device__ __forceinline__ int part() const { return t % plan.parts; }
+    __device__ __forceinline__ int first_unit() const { return plan.units * part() / plan.parts; }
+    __device__ __forceinline__ int end_unit() const { return plan.units * (part() + 1) / plan.parts; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------- load
@@ -130,7 +145,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
     for (Walk walk(plan, shared); walk.next();) {
         const int n = width<kWide>(walk.tokens), chunks = slot_chunks<kWide>(kFormat, n);
         const char* weights = plan.weights + walk.matrix * plan.matrix_bytes;
-        for (int item = 0; item < plan.items; item++) {
+        const int begin = walk.first_unit() * unit_chunks(kFormat), end = walk.end_unit() * unit_chunks(kFormat);
+        for (int item = begin / item_chunks(kFormat); item * item_chunks(kFormat) < end; item++) {
             mbarrier_wait(&shared.item_empty[stage.index], stage.parity);
             mbarrier_expect(&shared.item_full[stage.index], kTiles * item_bytes(kFormat));
             for (int i = 0; i < kTiles; i++) {
@@ -140,12 +156,13 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
                                &shared.item_full[stage.index]);
             }
             stage.next();
-            for (int first = 0; first < item_chunks(kFormat); first += chunks) {
+            const int end_here = min((item + 1) * item_chunks(kFormat), end);
+            for (int first = max(item * item_chunks(kFormat), begin); first < end_here; first += chunks) {
                 uint64_t* full = &shared.slot_full[slot.index];
                 mbarrier_wait(&shared.slot_empty[slot.index], slot.parity);
                 mbarrier_expect(full, chunks * n * kChunk * 2);
                 for (int c = 0; c < chunks; c++) {
-                    const int column = walk.matrix * plan.x_step + (item * item_chunks(kFormat) + first + c) * kChunk;
+                    const int column = walk.matrix * plan.x_step + (first + c) * kChunk;
                     char* to = memory + slot.index * S::kSlotBytes + c * n * kChunk * 2;
                     for (int row = 0; row < n; row += kBox) tensor_load(to + row * kChunk * 2, &map, column, walk.first_row + row, full);
                 }
@@ -220,25 +237,27 @@ template <> struct Weights<kBf16> {  // 16 bytes are an operand
 #if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 
-// sum += a tile's products over all columns. Behind the start of each product of 16 columns a warp expands the next one's weights: those of
-// the next but one would leave ptxas the choice, and it puts them all together (see above).
+// sum += the products over the columns of a tile's part. Behind the start of each product of 16 columns a warp expands the next one's
+// weights. (Those of the next chunk's product would leave ptxas the choice, and it puts all four behind the fourth: see above.)
 template <int kFormat, bool kWide, int N>
-__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, Shared& shared, char* memory, Slots<kWide>& slot,
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Walk& walk, Shared& shared, char* memory, Slots<kWide>& slot,
                                          Items<kWide>& stage) {
     using S = Sizes<kWide>;
     constexpr int kPairs = item_chunks(kFormat) / 2, kInSlot = slot_chunks<kWide>(kFormat, N), kSlotPairs = kInSlot > 1 ? kInSlot / 2 : 1;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, end = plan.items * kPairs;
+    constexpr int kUnitPairs = unit_chunks(kFormat) / 2;
+    static_assert(kUnitPairs % kSlotPairs == 0 && kPairs % kUnitPairs == 0, "parts of whole slots, items of whole parts");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = walk.first_unit() * kUnitPairs, end = walk.end_unit() * kUnitPairs;
     const char* first = memory + S::kItemsAt + warp * item_bytes(kFormat) + 16 * lane;
     const auto mine = [&] { return first + stage.index * kTiles * item_bytes(kFormat); };
     uint32_t a[4][4];
     uint64_t* before = nullptr;  // the barrier of the slot that is being read
     const char* b = nullptr;
     mbarrier_wait(&shared.item_full[stage.index], stage.parity);
-    Weights<kFormat> weights(mine(), 0);
+    Weights<kFormat> weights(mine(), begin % kPairs);
     weights.chunk(0);
     weights.operand(0, a[0]);
 #pragma unroll 1
-    for (int pair = 0; pair < end; pair++) {
+    for (int pair = begin; pair < end; pair++) {
         // The next pair; behind the last one, for nothing, the same again.
         const int next = pair + 1 < end ? pair + 1 : pair;
         const bool leaves = next % kPairs == 0 && next != pair;
@@ -290,7 +309,7 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, 
 // A thread holds of rows g and g + 8 of its warp's tile the tokens 2 q and 2 q + 1 of each 8.
 template <int kResult, int N>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Walk& walk, char* results) {
-    const int t = threadIdx.x, lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
+    const int t = made_here(threadIdx.x), lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
     const int64_t first_out = walk.first_row * int64_t(plan.out_columns) + walk.matrix * plan.out_step;
     const float* factors = plan.factors ? plan.factors + 3 * walk.matrix : nullptr;
     if constexpr (kResult == kFloats) {  // 32 bytes of a token at a time, straight from the registers
@@ -366,13 +385,42 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& pla
     bar_sync(1, kMath);  // before the next tile's first part overwrites what the last but one left
 }
 
+// Leaves a part's sums in global memory. Whether all parts of the tile are there: then sum becomes theirs, added in the order of the parts
+// (the first two in either, which are the same bits).
+template <int N> __device__ __forceinline__ bool add_parts(float (&sum)[N / 2], const Plan& plan, const Walk& walk, Shared& shared) {
+    const int64_t part_step = int64_t(plan.most / 8) * kMath;
+    float4* parts = reinterpret_cast<float4*>(plan.partial) + walk.tile() * plan.parts * part_step + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < N / 8; i++)
+        __stcg(parts + walk.part() * part_step + i * kMath, float4{sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]});
+    const unsigned most = plan.parts - 1;
+    bar_sync(1, kMath);  // as last_to_arrive, without the warps that load
+    if (threadIdx.x == 0) shared.last = atomic_inc_fenced(plan.arrivals + walk.tile(), most) == most;
+    bar_sync(1, kMath);
+    if (!shared.last) return false;
+    const bool keeps = walk.part() < 2;  // its own sums are in front, and need not be read
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sum[i] = keeps ? sum[i] : 0.0f;
+#pragma unroll 1
+    for (int p = 0; p < plan.parts; p++) {
+        if (keeps && p == walk.part()) continue;
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            const float4 other = __ldcg(parts + p * part_step + i * kMath);
+            sum[4 * i] += other.x, sum[4 * i + 1] += other.y, sum[4 * i + 2] += other.z, sum[4 * i + 3] += other.w;
+        }
+    }
+    return true;
+}
+
 template <int kFormat, int kResult, bool kWide, int N>
 __device__ __forceinline__ void tile(const Plan& plan, const Walk& walk, Shared& shared, char* memory, Slots<kWide>& slot,
                                      Items<kWide>& stage) {
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[i] = 0.0f;
-    multiply<kFormat, kWide, N>(sum, plan, shared, memory, slot, stage);
+    multiply<kFormat, kWide, N>(sum, walk, shared, memory, slot, stage);
+    if (plan.parts > 1 && !add_parts<N>(sum, plan, walk, shared)) return;
     store<kResult, N>(sum, plan, walk, memory + Sizes<kWide>::kResultsAt);
 }
 #endif
@@ -472,10 +520,13 @@ static cudaError_t launch(int result, const void* x, int x_columns, const Plan& 
 //   1  the weights are pairs (w1 with w3): out bf16 [rows, columns up to the next multiple of 64], arranged in the order of `short_order`:
 //      silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weights [rows] fp32 (null: 1);
 //   2  out fp32 [rows, (matrices *) columns].
+// parts: of K, up to its units, which are 256 columns (of bf16 weights 128). Of more than one, partial: a workspace of parts * most * 128
+// fp32 values for each tile of out (128 packed rows of a matrix by up to `most` tokens); arrivals: a counter for each of them, 0 before and
+// behind the launch.
 template <int kFormat>
 static cudaError_t packed_gemm(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,
-                               void* out, int rows, int columns, int x_columns, int matrices, int result, int most, int short_order,
-                               int blocks, float factor, float limit, cudaStream_t stream) {
+                               void* out, float* partial, int* arrivals, int rows, int columns, int x_columns, int matrices, int result,
+                               int most, int parts, int short_order, int blocks, float factor, float limit, cudaStream_t stream) {
 #if !defined(DSV4_EMULATOR) && defined(__CUDA_ARCH_LIST__)
     constexpr int architectures[] = {__CUDA_ARCH_LIST__};  // one: build.py compiles for one
     if (architectures[0] != 900) return cudaErrorNotSupported;
@@ -489,6 +540,9 @@ static cudaError_t packed_gemm(const void* x, const void* weights, const float* 
     plan.weights = static_cast<const char*>(weights), plan.factors = factors, plan.row_weights = row_weights, plan.offsets = offsets;
     plan.out = out, plan.rows = rows, plan.columns = columns, plan.matrices = matrices, plan.most = most;
     plan.tiles = (columns + tile_rows - 1) / tile_rows, plan.items = (x_columns + item_columns(kFormat) - 1) / item_columns(kFormat);
+    plan.partial = partial, plan.arrivals = reinterpret_cast<unsigned*>(arrivals), plan.parts = parts;
+    plan.units = plan.items * (item_chunks(kFormat) / unit_chunks(kFormat));
+    if (parts < 1 || parts > plan.units || (parts > 1 && (!partial || !arrivals))) return cudaErrorInvalidValue;
     plan.matrix_bytes = int64_t(plan.tiles) * plan.items * item_bytes(kFormat);
     plan.x_step = offsets ? 0 : x_columns, plan.out_step = offsets ? 0 : columns;
     plan.out_columns = result == kSwiglu ? (columns + kChunk - 1) / kChunk * kChunk : offsets ? columns : matrices * columns;
