@@ -142,6 +142,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
     Slots<kWide> slot;
     Items<kWide> stage;
     slot.parity = stage.parity = 1;  // a new barrier counts as having completed the phase of parity 1: the rings are empty
+    bool waits = !plan.offsets;      // for the kernel before this one; the block's other threads wait for the tokens
     for (Walk walk(plan, shared); walk.next();) {
         const int n = width<kWide>(walk.tokens), chunks = slot_chunks<kWide>(kFormat, n);
         const char* weights = plan.weights + walk.matrix * plan.matrix_bytes;
@@ -156,6 +157,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
                                &shared.item_full[stage.index]);
             }
             stage.next();
+            if (waits) grid_dependency_wait(), waits = false;
             const int end_here = min((item + 1) * item_chunks(kFormat), end);
             for (int first = max(item * item_chunks(kFormat), begin); first < end_here; first += chunks) {
                 uint64_t* full = &shared.slot_full[slot.index];
@@ -462,7 +464,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1) PACKED_GEMM_KERNEL(const __gr
         mbarrier_fence_init();
     }
     grid_dependency_launch();
-    grid_dependency_wait();
+    if (plan.offsets) grid_dependency_wait();  // else the thread that loads does so, behind the first weights
     count_tiles(plan, shared);
     if (threadIdx.x >= kMath) {
         registers_less<kLoadRegisters>();
