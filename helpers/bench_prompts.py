@@ -3,9 +3,9 @@
     python helpers/bench_prompts.py [--preset pro,flash] [--formats nvfp4,fp8] [--tokens 1024,4096] [--sweep] [--experts] [--json FILE]
 
 Dense: one weight, read cold (copies of 240 MB and more together), beside torch.mm of the same shape in bf16 on the same values; both are
-replayed in turn. `rate` is torch's time over ours, the fraction of the bf16 dense rate that is reached; `arrange` is the time to bring x
-into its order of columns, once for all weights of an input, and `with it` the rate if one product pays for it alone. --sweep measures
-every size of a tile.
+replayed in turn. `tile` is the product's cut: tokens of a tile, and parts along K. `rate` is torch's time over ours, the fraction of the
+bf16 dense rate that is reached; `arrange` is the time to bring x into its order of columns, once for all weights of an input, and `with it`
+the rate if one product pays for it alone. --sweep measures every size of a tile.
 
 --experts: a layer's routed experts at true size, in NVFP4, all with memory of their own, for a random choice: w1 with w3 and SwiGLU, w2,
 and all of `moe` without the shared expert. `rate` is that of the products beside torch.mm's in bf16 on as many rows (S * k) by one
@@ -88,9 +88,10 @@ def measure_dense(kind: str, m: int, k: int, n: int, groups: int, device: torch.
     graphs = [graph_of(device, [p.ours(i, most) for i in range(calls)]) for most in mosts]
     graphs += [graph_of(device, [p.torchs(i) for i in range(calls)]), graph_of(device, [p.arrange] * calls)]
     *ours, theirs, arrange = (t / calls for t in medians(device, graphs, TIMED))
-    row = {"kind": kind, "tokens": m, "K": k, "N": n, "groups": groups, "us": ours[0], "tflops": 1e-6 * flops / ours[0], "torch_us": theirs,
-           "rate": theirs / ours[0], "arrange_us": arrange, "rate_with_arrange": theirs / (ours[0] + arrange),
-           "error": error(p.ours(0), exact), "torch_error": error(p.torchs(0), exact)}
+    most, parts = prompts.cut(m, groups * -(-n // prompts.BLOCK_ROWS), k, 1, prompts.blocks_of(device))
+    row = {"kind": kind, "tokens": m, "K": k, "N": n, "groups": groups, "tile": most, "parts": parts, "us": ours[0],
+           "tflops": 1e-6 * flops / ours[0], "torch_us": theirs, "rate": theirs / ours[0], "arrange_us": arrange,
+           "rate_with_arrange": theirs / (ours[0] + arrange), "error": error(p.ours(0), exact), "torch_error": error(p.torchs(0), exact)}
     if sweep:
         row["most"] = {most: us for most, us in zip(mosts[1:], ours[1:], strict=True)}
     return row
@@ -174,16 +175,16 @@ def sizes(row: dict) -> str:
     return "  " + ", ".join(f"{most}: {us:.1f}" for most, us in row["most"].items()) if "most" in row else ""
 
 
-DENSE_HEADER = (f"{'':<20}{'kind':>6}{'K':>7}{'N':>7}{'grp':>4}{'tokens':>7}{'us':>9}{'TFLOP/s':>8}{'torch us':>9}{'rate':>6}{'arrange':>8}"
-                f"{'with it':>8}{'error':>9}{'torch':>9}")
+DENSE_HEADER = (f"{'':<20}{'kind':>6}{'K':>7}{'N':>7}{'grp':>4}{'tokens':>7}{'tile':>8}{'us':>9}{'TFLOP/s':>8}{'torch us':>9}{'rate':>6}"
+                f"{'arrange':>8}{'with it':>8}{'error':>9}{'torch':>9}")
 EXPERTS_HEADER = (f"{'':<20}{'kind':>6}{'part':>7}{'tokens':>7}{'experts':>8}{'us':>9}{'TFLOP/s':>8}{'dense':>7}{'rate':>6}{'floor us':>9}"
                   f"{'of it':>6}{'gather':>8}{'error':>9}")
 
 
 def dense_line(r: dict) -> str:
-    return (f"{r['row']:<20}{r['kind']:>6}{r['K']:>7}{r['N']:>7}{r['groups']:>4}{r['tokens']:>7}{r['us']:9.1f}{r['tflops']:8.0f}"
-            f"{r['torch_us']:9.1f}{r['rate']:6.2f}{r['arrange_us']:8.1f}{r['rate_with_arrange']:8.2f}{r['error']:9.1e}"
-            f"{r['torch_error']:9.1e}" + sizes(r))
+    return (f"{r['row']:<20}{r['kind']:>6}{r['K']:>7}{r['N']:>7}{r['groups']:>4}{r['tokens']:>7}{r['tile']:>6}x{r['parts']}"
+            f"{r['us']:9.1f}{r['tflops']:8.0f}{r['torch_us']:9.1f}{r['rate']:6.2f}{r['arrange_us']:8.1f}{r['rate_with_arrange']:8.2f}"
+            f"{r['error']:9.1e}{r['torch_error']:9.1e}" + sizes(r))
 
 
 def experts_line(r: dict) -> str:

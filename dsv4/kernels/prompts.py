@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from ..formats import Weight
+from .arrivals import arrivals
 from .experts import PackedExperts
-from .launch import IN, OUT, WEIGHT, Kernel, expect
+from .launch import IN, INOUT, OUT, WEIGHT, WORK, Kernel, expect
 from .linear import PackedWeights
 from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 
@@ -22,12 +23,19 @@ MOST = (256, 192, 128, 96, 64, 32)  # tokens of a tile: widths of the tensor cor
 BLOCK_ROWS, MAX_MATRICES = 128, 384  # cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
-# A tile's time grows with its tokens, and by that of so many more for what is the same for all. Predicted, not measured.
-_TILE_OVERHEAD = 16
+# Parts along K: a step of 1,024 tokens is 16 tiles of 64, which with 8 rows of tiles or of their parts makes 128 for an H200's 132
+# processors; a part of less than 1,024 columns (3 us with 64 tokens) would take less than to add it up.
+_SPREAD, _PART_COLUMNS = 8, 1024
+# Cycles of a processor, for the choice of tiles. Predicted, no GPU has run it: 64 columns take the tensor core 4 a token, or as long as the
+# expansion of the weights, and 60 around. Storing: 0.53 us for 128 tokens, as in cute/choice.py. The end of a part: its sums go to L2 at 32
+# bytes a cycle; behind a fence and a counter, the last block gets those of all parts at 46.
+_CHUNK_CYCLES, _EXPANSION_CYCLES, _AROUND_CYCLES = 4, 300, 60
+_STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 8, 16, 11, 2000
+_COUNTERS = 1024  # at least, so that nearly all products share one set
 
-_ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "rows": int, "columns": int,
-              "x_columns": int, "matrices": int, "result": int, "most": int, "short_order": int, "blocks": int, "factor": float,
-              "limit": float}
+_ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "partial": WORK,
+              "arrivals": INOUT, "rows": int, "columns": int, "x_columns": int, "matrices": int, "result": int, "most": int, "parts": int,
+              "short_order": int, "blocks": int, "factor": float, "limit": float}
 _bf16 = Kernel("packed_gemm_bf16", _ARGUMENTS)
 _fp8 = Kernel("packed_gemm_fp8", _ARGUMENTS)
 _nvfp4 = Kernel("packed_gemm_nvfp4", _ARGUMENTS)
@@ -46,6 +54,13 @@ class Arranged(NamedTuple):
     short_order: bool
 
 
+class Cut(NamedTuple):
+    """How a product is cut: tiles of up to `most` tokens (by 128 packed rows), each in `parts` along K."""
+
+    most: int
+    parts: int
+
+
 class Routing(NamedTuple):
     """Tokens by expert. source [S k] int32: the token of each row, experts ascending; offsets [E + 1] int32: where an expert's rows begin;
     places [S, k] int32: a token's rows, ascending; weights [S k] fp32: of each row."""
@@ -57,7 +72,7 @@ class Routing(NamedTuple):
 
 
 @functools.cache
-def _blocks(device: torch.device) -> int:
+def blocks_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_BLOCKS
 
 
@@ -92,28 +107,56 @@ def arrange(x: torch.Tensor, short_order: bool, source: torch.Tensor | None = No
     return Arranged(out, K, short_order)
 
 
-def _most(rows: int, columns: int, matrices: int, blocks: int) -> int:
-    """Tokens of a tile for which the busiest block has the least to do, if `matrices` share `rows` evenly."""
-    mean = -(-rows // matrices)
-    width = lambda n: 128 if n > 96 and n <= 128 else 192 if 128 < n <= 192 else 256 if n > 192 else -(-n // 32) * 32  # noqa: E731
+def parts_of(across: int, columns: int) -> int:
+    """Into how many parts the columns of a weight of `across` times 128 rows are cut. By the weight alone: it is the order of additions,
+    and a token's result shall not depend on the others of its step."""
+    return max(1, min(_SPREAD // across, columns // _PART_COLUMNS))
+
+
+def _width(tokens: int, most: int) -> int:
+    """Columns of the tensor cores' product for a tile of so many tokens of at most `most` (cuda/packed_gemm.cuh)."""
+    if most > 128:
+        return 128 if tokens <= 128 else 192 if tokens <= 192 else 256
+    return -(-tokens // 32) * 32
+
+
+def _cycles(width: int, columns: int, parts: int) -> float:
+    """A block's time for one part of a tile, of the last one to arrive."""
+    chunks = -(-columns // CHUNK) / parts
+    end = _STORE_CYCLES + (_LEAVE_CYCLES + _ADD_CYCLES * parts if parts > 1 else 0)
+    return chunks * (max(_CHUNK_CYCLES * width, _EXPANSION_CYCLES) + _AROUND_CYCLES) + end * width + _ARRIVE_CYCLES * (parts > 1)
+
+
+def cut(tokens: int, across: int, columns: int, experts: int, blocks: int) -> Cut:
+    """For `tokens` and a weight of `across` times 128 packed rows, or that many experts of so many rows each, which share the tokens evenly
+    and are not cut along K: the tiles for which the busiest of the blocks has the least to do."""
+    parts = parts_of(across, columns) if experts == 1 else 1
+    mean = -(-tokens // experts)
 
     def cost(most):
         whole, rest = divmod(mean, most)
-        per_tile = [width(most) + _TILE_OVERHEAD] * whole
-        per_tile += [max(width(rest), 128 if most > 128 else 0) + _TILE_OVERHEAD] * (rest > 0)
-        across = -(-columns // BLOCK_ROWS) * matrices
-        tiles = len(per_tile) * across
-        return max(sum(per_tile) * across / blocks, max(per_tile) * -(-tiles // blocks)) if per_tile else 0
+        times = [_cycles(_width(most, most), columns, parts)] * whole + [_cycles(_width(rest, most), columns, parts)] * (rest > 0)
+        share = across * experts * parts / blocks  # of a block, in parts of each of these tiles
+        return max(sum(times) * share, max(times) * -(-len(times) * across * experts * parts // blocks)) if times else 0
 
-    return min(MOST, key=cost)
+    return Cut(min(MOST, key=cost), parts)
 
 
 def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1.0, factors=None, offsets=None, row_weights=None,
           short_order=False, limit=0.0):
-    x_columns = x.values.shape[-1]
-    _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, rows=rows,
-                 columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most, short_order=int(short_order),
-                 blocks=_blocks(out.device), factor=factor, limit=limit)
+    x_columns, device = x.values.shape[-1], out.device
+    blocks, across = blocks_of(device), -(-columns * (2 if result == SWIGLU else 1) // BLOCK_ROWS)
+    if offsets is None:
+        across *= matrices
+    chosen = cut(rows, across, x.columns, 1 if offsets is None else matrices, blocks)
+    most, parts, partial, counters = most or chosen.most, chosen.parts, None, None
+    if parts > 1:
+        tiles = across * -(-rows // most)
+        partial = torch.empty(tiles * parts * BLOCK_ROWS * most, device=device)
+        counters = arrivals("packed_gemm", device, max(_COUNTERS, 1 << (tiles - 1).bit_length()))
+    _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, partial=partial,
+                 arrivals=counters, rows=rows, columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most,
+                 parts=parts, short_order=int(short_order), blocks=blocks, factor=factor, limit=limit)
 
 
 def linear(x: Arranged, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -153,8 +196,7 @@ def _dense(name, x, weights, i, groups, most, result=ROUNDED):
     out = torch.empty(M, groups, columns, dtype=torch.float32 if result == FLOATS else torch.bfloat16, device=x.values.device)
     if M:
         factor = float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
-        _gemm(code, result, x, weights.data[at : at + tiles * items * size], out, M, columns, groups,
-              most or _most(M, groups * columns, 1, _blocks(out.device)), factor=factor)
+        _gemm(code, result, x, weights.data[at : at + tiles * items * size], out, M, columns, groups, most, factor=factor)
     return out if x.values.dim() == 3 else out[:, 0]
 
 
@@ -207,9 +249,8 @@ def expert_up(x: Arranged, packed: torch.Tensor, code: int, next_code: int, fact
            and x.short_order == takes_short_order(code), "expert_up", "packed [E, tiles, items, bytes] and factors [E, 3]", x=x.values,
            packed=packed, factors=factors)
     out = torch.empty(R, -(-inner // CHUNK) * CHUNK, dtype=torch.bfloat16, device=x.values.device)
-    _gemm(code, SWIGLU, x, packed, out, R, inner, E, most or _most(R, 2 * inner, E, _blocks(out.device)), factors=factors,
-          offsets=routing and routing.offsets, row_weights=routing and routing.weights, short_order=takes_short_order(next_code),
-          limit=limit)
+    _gemm(code, SWIGLU, x, packed, out, R, inner, E, most, factors=factors, offsets=routing and routing.offsets,
+          row_weights=routing and routing.weights, short_order=takes_short_order(next_code), limit=limit)
     return Arranged(out, inner, takes_short_order(next_code))
 
 
@@ -218,8 +259,7 @@ def expert_down(hidden: Arranged, packed: torch.Tensor, code: int, factors: torc
     """w2 of the same rows: fp32 [R, columns]."""
     E, R = len(packed), len(hidden.values)
     out = torch.empty(R, columns, device=hidden.values.device)
-    _gemm(code, FLOATS, hidden, packed, out, R, columns, E, most or _most(R, columns, E, _blocks(out.device)), factors=factors,
-          offsets=routing and routing.offsets)
+    _gemm(code, FLOATS, hidden, packed, out, R, columns, E, most, factors=factors, offsets=routing and routing.offsets)
     return out
 
 

@@ -142,7 +142,7 @@ __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t
     packed[3 * n + i] = e4m3x2_to_f16x2(uint16_t(i));
     packed[4 * n + i] = pack_bf16(x[i], y[i]);
     packed[5 * n + i] = byte_perm(a[i], b[i], c[i]);
-    packed[6 * n + i] = pack_f16(opaque(x)[i], y[i]);
+    packed[6 * n + i] = pack_f16(opaque(x)[made_here(i)], y[i]);
     packed[7 * n + i] = select_bits(a[i], b[i], c[i]);
     packed[8 * n + i] = rotate_left(a[i], i % 32);
     small[i] = to_e4m3(x[i]);

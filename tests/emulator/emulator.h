@@ -567,6 +567,7 @@ __forceinline__ uint32_t e4m3x2_to_f16x2(uint16_t pair) {
     return emu::both_halves([=](int i) { return emu::float_to_half(emu::e4m3_to_float(uint8_t(pair >> i / 2))); });
 }
 template <class T> __forceinline__ T* opaque(T* x) { return x; }
+__forceinline__ int made_here(int x) { return x; }
 __forceinline__ float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 __forceinline__ float2 fma_f32x2(float2 a, float2 b, float2 c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
 __forceinline__ float reciprocal(float x) { return 1.0f / x; }

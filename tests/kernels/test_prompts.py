@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from dsv4.config import PRESETS
 from dsv4.errors import UserError
 from dsv4.formats import Weight
 from dsv4.kernels import build, experts, linear, prompts
+from dsv4.kernels.arrivals import arrivals
 from dsv4.ops.experts import Expert
 from dsv4.ops.linear import matmul_fp32
+from helpers import bench_gemm
 
 from ..emulator.emulator import ON_GPU, emulated, needs_gxx
 from . import compare
@@ -61,9 +64,11 @@ def test_against_the_definition(rng, kind, M, rows, columns, most, reverse):
     check(got, x, weight)
 
 
-def test_a_token_has_the_same_result_in_any_tile(rng):
-    """Bit for bit: alone, among others, in any width."""
-    weight, x = any_weight(rng, "nvfp4", 130 + 6, 576), tokens(rng, 200, 576)
+@pytest.mark.parametrize("columns,parts", [(576, 1), (2112, 2)])
+def test_a_token_has_the_same_result_in_any_tile(rng, columns, parts):
+    """Bit for bit: alone, among others, in any width; the columns cut into parts too."""
+    weight, x = any_weight(rng, "nvfp4", 130 + 6, columns), tokens(rng, 200, columns)
+    assert prompts.parts_of(2, columns) == parts
     results = [product(x, weight, most=most)[0] for most in prompts.MOST]
     assert all(torch.equal(r, results[0]) for r in results[1:])
     assert torch.equal(product(x[77:78], weight)[0], results[0][77:78])
@@ -73,8 +78,88 @@ def test_more_blocks_than_tiles_and_tiles_than_blocks(rng, monkeypatch):
     """300 tokens and 300 rows in tiles of 32 tokens: 30 of them, on 1 to 40 blocks; bands of 8 tiles down."""
     weight, x = any_weight(rng, "mxfp4", 304, 128), tokens(rng, 300, 128)
     for blocks in (1, 2, 7, 40):
-        monkeypatch.setattr(prompts, "_blocks", lambda _, blocks=blocks: blocks)
+        monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
         check(product(x, weight, most=32)[0], x, weight)
+
+
+def in_parts(monkeypatch, parts, blocks=3):
+    monkeypatch.setattr(prompts, "parts_of", lambda across, columns: parts)
+    monkeypatch.setattr(prompts, "blocks_of", lambda _: blocks)
+
+
+# Parts of whole items, of halves, of different sizes; the last to arrive any of them, as 2 and 3 blocks share what follows each other.
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("parts,M,rows,columns,most,blocks",
+                         [(2, 70, 136, 1024, 32, 3), (3, 129, 40, 1600, 64, 2), (5, 33, 264, 2560, 96, 3), (7, 300, 24, 1856, 128, 2),
+                          (2, 450, 128, 1024, 192, 3), (4, 520, 72, 1152, 256, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_the_columns(rng, monkeypatch, kind, parts, M, rows, columns, most, blocks, reverse):
+    in_parts(monkeypatch, parts, blocks)
+    weight, x = any_weight(rng, kind, rows, columns), tokens(rng, M, columns)
+    (got,) = product(x, weight, most=most, reverse=reverse)
+    check(got, x, weight)
+    with emulated():
+        assert not arrivals("packed_gemm", x.device, prompts._COUNTERS).any()  # for the next launch
+
+
+def test_parts_are_added_in_their_order(rng, monkeypatch):
+    """Whichever comes last: the same bits from any number of blocks; and those of the parts' own products, one after the other."""
+    weight, x = any_weight(rng, "fp8", 144, 1280), tokens(rng, 100, 1280)
+    packed, results = linear.pack_weights((weight,)), []
+    for blocks in (1, 2, 3, 7, 40):
+        in_parts(monkeypatch, 5, blocks)
+        with emulated():
+            results += prompts.projections(x, packed, most=32)
+    assert all(torch.equal(r, results[0]) for r in results[1:])
+    in_parts(monkeypatch, 1)
+    total = None
+    for first in range(0, 1280, 256):  # a part alone: the other columns of x are zero, which adds nothing
+        alone = torch.zeros_like(x)
+        alone[:, first : first + 256] = x[:, first : first + 256]
+        with emulated():
+            (sums,) = prompts.projections(alone, packed)
+        total = sums if total is None else total + sums
+    assert torch.equal(results[0], total)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "plain"])
+def test_parts_of_every_result(rng, monkeypatch, kind):
+    """fp32 rows of any number of columns, groups, and SwiGLU (the shared expert's; routed ones are not cut)."""
+    in_parts(monkeypatch, 3)
+    weight, x = any_weight(rng, kind, 19, 1024), tokens(rng, 70, 1024)
+    with emulated():
+        (got,) = prompts.projections(x, linear.pack_weights((weight,)))
+    compare.assert_as_good(got, matmul_fp32(x, weight), x.double() @ weight.dequantize().double().T, roundings=4,
+                           scale=x.double().abs() @ weight.dequantize().double().abs().T)
+    weight, x = any_weight(rng, kind, 2 * 144, 800, block=(16, 16)), tokens(rng, 70, 2, 800)
+    packed = linear.pack_weights((weight,))
+    with emulated():
+        got = prompts.grouped_linear(arranged(x, packed), packed)
+    w, terms = weight.dequantize().view(2, 144, 800), "mgk,grk->mgr"
+    compare.assert_as_good(got, torch.einsum(terms, x.float(), w).bfloat16(), torch.einsum(terms, x.double(), w.double()), roundings=4,
+                           scale=torch.einsum(terms, x.double().abs(), w.double().abs()))
+    x, (chosen, weights) = torch.randn(45, 1024, generator=rng).bfloat16(), choice(rng, 45, 2, 4)
+    parts = layer(rng, 1024, 800, 4, kind, kind)
+    assert_as_good(moe(x, experts.pack_experts(*parts), chosen, weights), x, *parts, chosen, weights)
+
+
+@pytest.mark.parametrize("preset", ["pro", "flash"])
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_the_models_products_fill_the_gpu(preset, tokens):
+    """132 processors have something to do in each round, and no tile is much narrower than the 75 tokens that expansion hides behind."""
+    for name, K, N, groups in bench_gemm.shapes(PRESETS[preset]):
+        across = groups * -(-N // prompts.BLOCK_ROWS)
+        most, parts = prompts.cut(tokens, across, K, 1, 132)
+        units = -(-tokens // most) * across * parts
+        assert parts == (2 if name == "wkv" else 1) and most >= 64 and units / 132 > 0.84 * -(-units // 132), (name, most, parts)
+
+
+def test_how_many_parts():
+    """By the weight alone; few rows have more of them, and none is short."""
+    assert [prompts.parts_of(across, 7168) for across in (1, 2, 3, 4, 5, 12, 512)] == [7, 4, 2, 2, 1, 1, 1]
+    assert [prompts.parts_of(1, columns) for columns in (64, 1024, 2047, 2048, 16384)] == [1, 1, 1, 2, 8]
+    assert {prompts.cut(tokens, 4, 7168, 1, 132).parts for tokens in (9, 100, 1024, 4096)} == {2}
+    assert prompts.cut(1024, 4, 7168, 2, 132).parts == 1  # experts, however few
 
 
 def test_several_weights_of_one_input(rng):

@@ -9,16 +9,21 @@
 //
 // A block is 128 rows of packed tiles by up to 256 tokens: two warpgroups that multiply 64 rows each, one thread that loads. Weights come
 // by bulk copies, an item (512 columns of FP4) of 8 tiles at a time, into a ring of 2; tokens by TMA into a ring of 4 slots of 32 KB, which
-// hold 64 columns of 256 tokens, 128 of 128. (Tiles of up to 128 tokens: 3, and 6 of 16 KB.) While a chunk of 64 columns is multiplied, the
-// next one's weights are expanded into the other one of two sets of 16 registers. The product is as wide as the tile has tokens, of 32, 64,
-// 96, 128, 192 and 256 columns. Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go
-// down the tokens first (up to 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no
-// tile.
+// hold 64 columns of 256 tokens, 128 of 128. (Tiles of up to 128 tokens: 3, and 6 of 16 KB.) While 16 columns are multiplied, the next 16's
+// weights are expanded into one of four sets of 4 registers. The product is as wide as the tile has tokens, of 32, 64, 96, 128, 192 and 256
+// columns. Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go down the tokens first
+// (up to 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no tile.
+//
+// Where a weight has few rows, its tiles are cut along K into parts (prompts.py: how many depends on the weight alone, as the order of
+// additions does), which follow each other in the walk, so that different blocks multiply them at the same time. A block leaves its sums in
+// global memory, a thread's lie as it has them; the last of a tile's to arrive adds them in the order of the parts and stores the tile.
 //
 // Instructions a warp for 64 columns of NVFP4: 32 to expand, 16 multiplications by scales, 4 to make these, 1.5 loads, about 45 around, for
-// 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core). Measured on an H200:
-// 96 to 101 % of torch's bf16 rate at 4,096 tokens where N fills the GPU, 46 to 86 % where it does not (docs/measurements.md). Predicted with
-// 16 to 64 tokens an expert: the time to read the weights.
+// 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core): so of a block, a chunk
+// of 64 columns should take the larger of 4 N and some 300 cycles. Measured on an H200 (docs/measurements.md) when ptxas had put all that
+// expands a chunk behind the fourth product of the one before: with 256 tokens 96 to 101 % of torch's bf16 rate, but with 192, 128, 96 and
+// 32 some 1,140, 1,020, 790 and 470 cycles a chunk (from those ratios and torch's times), as if what stood behind the fourth product hid
+// behind that one alone. Predicted with 16 to 64 tokens an expert: the time to read the weights.
 //
 // FP8: the block scale multiplies the weights in bf16, which is exact if it has up to 4 significant bits (prompts.takes); decode applies it
 // to the sums of 128 columns, for which there are no registers here.
@@ -35,6 +40,7 @@ constexpr int kOutTokens = 32, kOutStride = kBlockRows + 8;        // of a buffe
 constexpr int kOutBytes = kOutTokens * kOutStride * 2;
 constexpr int kBand = 8;                                           // tiles of tokens before the next rows
 constexpr int kMaxMatrices = 384;
+constexpr int kUnit = 4;                                           // chunks of K that are never parted; an item, if that is less
 constexpr int kMathRegisters = 232, kLoadRegisters = 40;
 
 enum Result { kRounded = 0, kSwiglu = 1, kFloats = 2 };
@@ -44,6 +50,9 @@ struct Plan {
     const float *factors, *row_weights;  // factors [matrices, 3] or null: `factor`
     const int* offsets;                  // [matrices + 1], or null: all have all rows
     void* out;
+    float* partial;                      // [tiles of out, parts, most / 8, kMath, 4], if parts > 1
+    unsigned* arrivals;                  // a counter for each tile of out
+    int parts, units;                    // of K
     int64_t matrix_bytes;
     int rows, columns, matrices, tiles, items, most;  // columns: of one matrix' out; tiles: packed ones; most: tokens of a tile
     int x_step, out_step, out_columns;   // from one matrix' columns to the next one's; of a row of out
@@ -55,6 +64,7 @@ struct Shared {
     uint64_t slot_full[kMaxSlots], slot_empty[kMaxSlots], item_full[kMaxItems], item_empty[kMaxItems];
     int begin[kMaxMatrices], end[kMaxMatrices], first[kMaxMatrices + 1];  // a matrix' rows of x; its first tile of tokens
     int sums[kGemmThreads / 32];
+    bool last;
 };
 
 // A kernel's tiles and shared memory: slots, two buffers of results, `Shared`, items. Few tokens wait for weights, so narrow tiles have
@@ -74,6 +84,8 @@ template <bool kWide> __device__ __forceinline__ int width(int tokens) {
 }
 // Chunks of 64 columns that a slot holds; an item is a whole number of slots.
 __host__ __device__ constexpr int item_chunks(int format) { return item_columns(format) / kChunk; }
+// Chunks of a unit: whole slots of any width of tile.
+__host__ __device__ constexpr int unit_chunks(int format) { return item_chunks(format) < kUnit ? item_chunks(format) : kUnit; }
 template <bool kWide> __host__ __device__ constexpr int slot_chunks(int format, int n) {
     const int fit = Sizes<kWide>::kTokens / (n > 128 ? 256 : n > 64 ? 128 : n > 32 ? 64 : 32);
     return fit < item_chunks(format) ? fit : item_chunks(format);
@@ -91,22 +103,22 @@ template <int kStages> struct Ring {
 template <bool kWide> using Slots = Ring<Sizes<kWide>::kSlots>;
 template <bool kWide> using Items = Ring<Sizes<kWide>::kItems>;
 
-// The tiles of this block, one after the other; both sides walk alike.
+// The tiles of this block, or parts of tiles, one after the other; both sides walk alike.
 struct Walk {
     const Plan& plan;
     const Shared& shared;
-    int t, across_all, total;
+    int t, across_all;
     int matrix = 0, first_row = 0, tokens = 0, across = 0;  // of the current tile; across: which 128 packed rows
 
     __device__ __forceinline__ Walk(const Plan& plan, const Shared& shared)
-        : plan(plan), shared(shared), t(int(blockIdx.x) - int(gridDim.x)), across_all((plan.tiles + kTiles - 1) / kTiles),
-          total(shared.first[plan.matrices] * across_all) {}
+        : plan(plan), shared(shared), t(int(blockIdx.x) - int(gridDim.x)), across_all((plan.tiles + kTiles - 1) / kTiles) {}
 
     __device__ __forceinline__ bool next() {
         t += gridDim.x;
-        if (t >= total) return false;
-        while (t >= shared.first[matrix + 1] * across_all) matrix++;
-        int i = t - shared.first[matrix] * across_all;
+        if (t >= shared.first[plan.matrices] * across_all * plan.parts) return false;
+        const int tile = this->tile();
+        while (tile >= shared.first[matrix + 1] * across_all) matrix++;
+        int i = tile - shared.first[matrix] * across_all;
         const int down_all = shared.first[matrix + 1] - shared.first[matrix], band = i / (kBand * across_all);
         i -= band * kBand * across_all;
         const int here = min(kBand, down_all - band * kBand), down = band * kBand + i % here;
@@ -115,6 +127,11 @@ struct Walk {
         tokens = min(plan.most, shared.end[matrix] - first_row);
         return true;
     }
+    // Made anew where they are used: registers are dear while a tile is multiplied.
+    __device__ __forceinline__ int tile() const { return t / plan.parts; }
+    __device__ __forceinline__ int part() const { return t % plan.parts; }
+    __device__ __forceinline__ int first_unit() const { return plan.units * part() / plan.parts; }
+    __device__ __forceinline__ int end_unit() const { return plan.units * (part() + 1) / plan.parts; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------- load
@@ -125,10 +142,12 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
     Slots<kWide> slot;
     Items<kWide> stage;
     slot.parity = stage.parity = 1;  // a new barrier counts as having completed the phase of parity 1: the rings are empty
+    bool waits = !plan.offsets;      // for the kernel before this one; the block's other threads wait for the tokens
     for (Walk walk(plan, shared); walk.next();) {
         const int n = width<kWide>(walk.tokens), chunks = slot_chunks<kWide>(kFormat, n);
         const char* weights = plan.weights + walk.matrix * plan.matrix_bytes;
-        for (int item = 0; item < plan.items; item++) {
+        const int begin = walk.first_unit() * unit_chunks(kFormat), end = walk.end_unit() * unit_chunks(kFormat);
+        for (int item = begin / item_chunks(kFormat); item * item_chunks(kFormat) < end; item++) {
             mbarrier_wait(&shared.item_empty[stage.index], stage.parity);
             mbarrier_expect(&shared.item_full[stage.index], kTiles * item_bytes(kFormat));
             for (int i = 0; i < kTiles; i++) {
@@ -138,12 +157,14 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
                                &shared.item_full[stage.index]);
             }
             stage.next();
-            for (int first = 0; first < item_chunks(kFormat); first += chunks) {
+            if (waits) grid_dependency_wait(), waits = false;
+            const int end_here = min((item + 1) * item_chunks(kFormat), end);
+            for (int first = max(item * item_chunks(kFormat), begin); first < end_here; first += chunks) {
                 uint64_t* full = &shared.slot_full[slot.index];
                 mbarrier_wait(&shared.slot_empty[slot.index], slot.parity);
                 mbarrier_expect(full, chunks * n * kChunk * 2);
                 for (int c = 0; c < chunks; c++) {
-                    const int column = walk.matrix * plan.x_step + (item * item_chunks(kFormat) + first + c) * kChunk;
+                    const int column = walk.matrix * plan.x_step + (first + c) * kChunk;
                     char* to = memory + slot.index * S::kSlotBytes + c * n * kChunk * 2;
                     for (int row = 0; row < n; row += kBox) tensor_load(to + row * kChunk * 2, &map, column, walk.first_row + row, full);
                 }
@@ -155,121 +176,134 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
 
 // ------------------------------------------------------------------------------------------------------------------ multiply
 
-// A lane's part of 128 columns, number `pair` of the item, on its way to operand A; `mine` is its first 16 bytes of the item. expand: the
-// first or second 64 of them (v), four operands of 16.
+// A lane's part of 128 columns, number `pair` of the item, on its way to operand A; `mine` is its first 16 bytes of the item. `chunk` says
+// which half of them comes next (v), `operand` expands 16 of its 64 columns.
 template <int kFormat> struct Weights {  // FP4: 16 columns of two rows are two words each, for each v
     uint4 low, high;
-    uint32_t scales;
+    uint32_t scales, low_scale, high_scale;
+    int v;
 
     __device__ __forceinline__ Weights(const char* mine, int pair) {
         low = load_16(mine + 1024 * pair), high = load_16(mine + 1024 * pair + 512);
         const int lane = threadIdx.x % 32;
         scales = *reinterpret_cast<const uint32_t*>(mine + kCodes + 4 * pair - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
     }
-    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
-        const uint32_t low_scale = scale_pair<kFormat>(scales, 2 * v), high_scale = scale_pair<kFormat>(scales, 2 * v + 1);
+    __device__ __forceinline__ void chunk(int which) {
+        v = which, low_scale = scale_pair<kFormat>(scales, 2 * v), high_scale = scale_pair<kFormat>(scales, 2 * v + 1);
+    }
+    __device__ __forceinline__ void operand(int i, uint32_t (&a)[4]) const {
+        uint32_t l[4], h[4];  // of two operands; the other one's are not computed
+        expand_e2m1(word(low, 2 * v + i / 2), l);
+        expand_e2m1(word(high, 2 * v + i / 2), h);
 #pragma unroll
-        for (int p = 0; p < 2; p++) {
-            uint32_t l[4], h[4];
-            expand_e2m1(word(low, 2 * v + p), l);
-            expand_e2m1(word(high, 2 * v + p), h);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                a[2 * p + i / 2][i % 2 * 2] = mul_bf16x2(l[i], low_scale);
-                a[2 * p + i / 2][i % 2 * 2 + 1] = mul_bf16x2(h[i], high_scale);
-            }
+        for (int j = 0; j < 2; j++) {
+            a[2 * j] = mul_bf16x2(l[i % 2 * 2 + j], low_scale);
+            a[2 * j + 1] = mul_bf16x2(h[i % 2 * 2 + j], high_scale);
         }
     }
 };
 template <> struct Weights<kFp8> {  // 16 columns of two rows are four words each, for each v
     const char* mine;
     uint32_t scale[2];  // of rows g and g + 8, as two bf16
+    uint4 codes[2];
 
     __device__ __forceinline__ Weights(const char* mine, int pair) : mine(mine + 2048 * pair) {
         const char* scales = mine - 16 * (threadIdx.x % 32) + kCodes + 8 * pair;
 #pragma unroll
         for (int half = 0; half < 2; half++) scale[half] = byte_perm(*reinterpret_cast<const uint32_t*>(scales + 4 * half), 0, 0x3232);
     }
-    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
+    __device__ __forceinline__ void chunk(int v) { codes[0] = load_16(mine + 1024 * v), codes[1] = load_16(mine + 1024 * v + 512); }
+    __device__ __forceinline__ void operand(int i, uint32_t (&a)[4]) const {
         constexpr uint32_t k2to120 = 0x7B807B80u;  // as two bf16; times a scale it might be too large for one
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint4 codes = load_16(mine + 1024 * v + 512 * half);
+            uint32_t pair[2];
+            expand_e4m3(word(codes[half], i), pair);
 #pragma unroll
-            for (int p = 0; p < 4; p++) {
-                uint32_t pair[2];
-                expand_e4m3(word(codes, p), pair);
-#pragma unroll
-                for (int i = 0; i < 2; i++) a[p][2 * i + half] = mul_bf16x2(mul_bf16x2(pair[i], k2to120), scale[half]);
-            }
+            for (int j = 0; j < 2; j++) a[2 * j + half] = mul_bf16x2(mul_bf16x2(pair[j], k2to120), scale[half]);
         }
     }
 };
 template <> struct Weights<kBf16> {  // 16 bytes are an operand
     const char* mine;
+    int v;
 
     __device__ __forceinline__ Weights(const char* mine, int) : mine(mine) {}
-    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint4 operand = load_16(mine + 2048 * v + 512 * i);
-            a[i][0] = operand.x, a[i][1] = operand.y, a[i][2] = operand.z, a[i][3] = operand.w;
-        }
+    __device__ __forceinline__ void chunk(int which) { v = which; }
+    __device__ __forceinline__ void operand(int i, uint32_t (&a)[4]) const {
+        const uint4 operand = load_16(mine + 2048 * v + 512 * i);
+        a[0] = operand.x, a[1] = operand.y, a[2] = operand.z, a[3] = operand.w;
     }
 };
 
 #if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 
-// Starts sum += the 64 columns of a with those of the tokens at `b`.
-template <int N> __device__ __forceinline__ void issue(float (&sum)[N / 2], const uint32_t (&a)[4][4], const char* b) {
-    const uint64_t operand = wgmma_operand(b, Swizzle::k128, 8 * kChunk * 2);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; i++) wgmma_bf16(sum, a[i], operand + 2 * i);
-    wgmma_commit();
-}
-
-// sum += a tile's products over all columns.
+// sum += the products over the columns of a tile's part. Behind the start of each product of 16 columns a warp expands the next one's
+// weights. (Those of the next chunk's product would leave ptxas the choice, and it puts all four behind the fourth: see above.)
 template <int kFormat, bool kWide, int N>
-__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, Shared& shared, char* memory, Slots<kWide>& slot,
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Walk& walk, Shared& shared, char* memory, Slots<kWide>& slot,
                                          Items<kWide>& stage) {
     using S = Sizes<kWide>;
     constexpr int kPairs = item_chunks(kFormat) / 2, kInSlot = slot_chunks<kWide>(kFormat, N), kSlotPairs = kInSlot > 1 ? kInSlot / 2 : 1;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t a[2][4][4];
+    constexpr int kUnitPairs = unit_chunks(kFormat) / 2;
+    static_assert(kUnitPairs % kSlotPairs == 0 && kPairs % kUnitPairs == 0, "parts of whole slots, items of whole parts");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = walk.first_unit() * kUnitPairs, end = walk.end_unit() * kUnitPairs;
+    const char* first = memory + S::kItemsAt + warp * item_bytes(kFormat) + 16 * lane;
+    const auto mine = [&] { return first + stage.index * kTiles * item_bytes(kFormat); };
+    uint32_t a[4][4];
     uint64_t* before = nullptr;  // the barrier of the slot that is being read
     const char* b = nullptr;
+    mbarrier_wait(&shared.item_full[stage.index], stage.parity);
+    Weights<kFormat> weights(mine(), begin % kPairs);
+    weights.chunk(0);
+    weights.operand(0, a[0]);
 #pragma unroll 1
-    for (int item = 0; item < plan.items; item++) {
-        const char* mine = memory + S::kItemsAt + (stage.index * kTiles + warp) * item_bytes(kFormat) + 16 * lane;
-        mbarrier_wait(&shared.item_full[stage.index], stage.parity);
-#pragma unroll 1
-        for (int pair = 0; pair < kPairs; pair++) {
-            const Weights<kFormat> weights(mine, pair);
+    for (int pair = begin; pair < end; pair++) {
+        // The next pair; behind the last one, for nothing, the same again.
+        const int next = pair + 1 < end ? pair + 1 : pair;
+        const bool leaves = next % kPairs == 0 && next != pair;
+        uint64_t* left = &shared.item_empty[stage.index];
+        Weights<kFormat> following = weights;
 #pragma unroll
-            for (int v = 0; v < 2; v++) {
-                weights.expand(v, a[v]);
-                const bool fresh = kInSlot == 1 || (v == 0 && pair % kSlotPairs == 0);  // the slot's first chunk
-                if (fresh) {
-                    mbarrier_wait(&shared.slot_full[slot.index], slot.parity);
-                    b = memory + slot.index * S::kSlotBytes;
+        for (int v = 0; v < 2; v++) {
+            if (v == 1) {
+                if (leaves) {
+                    stage.next();
+                    mbarrier_wait(&shared.item_full[stage.index], stage.parity);
                 }
-                issue<N>(sum, a[v], b);
-                wgmma_wait<1>();  // the chunk before is read
-                b += N * kChunk * 2;
-                if (fresh) {
-                    if (before && lane == 0) mbarrier_arrive(before);
-                    before = &shared.slot_empty[slot.index];
-                    slot.next();
+                following = Weights<kFormat>(mine(), next % kPairs);
+            }
+            const bool fresh = kInSlot == 1 || (v == 0 && pair % kSlotPairs == 0);  // the slot's first chunk
+            if (fresh) {
+                mbarrier_wait(&shared.slot_full[slot.index], slot.parity);
+                b = memory + slot.index * S::kSlotBytes;
+            }
+            const uint64_t tokens = wgmma_operand(b, Swizzle::k128, 8 * kChunk * 2);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                wgmma_fence();
+                wgmma_bf16(sum, a[i], tokens + 2 * i);
+                wgmma_commit();
+                wgmma_wait<2>();  // all but this product and the one before: behind the second, the chunk before is read
+                if (fresh && i == 1 && before && lane == 0) mbarrier_arrive(before);
+                if (i == 3) {
+                    if (v == 1) weights = following;
+                    weights.chunk(1 - v);
                 }
+                weights.operand((i + 1) % 4, a[(i + 1) % 4]);
+            }
+            b += N * kChunk * 2;
+            if (fresh) {
+                before = &shared.slot_empty[slot.index];
+                slot.next();
             }
         }
-        if (lane == 0) mbarrier_arrive(&shared.item_empty[stage.index]);  // all lanes have read their weights: they met at the wait
-        stage.next();
+        if (leaves && lane == 0) mbarrier_arrive(left);  // all lanes have read their weights: they met at the last product
     }
     wgmma_wait<0>();
-    if (lane == 0) mbarrier_arrive(before);
+    if (lane == 0) mbarrier_arrive(before), mbarrier_arrive(&shared.item_empty[stage.index]);
+    stage.next();
 }
 
 // --------------------------------------------------------------------------------------------------------------------- store
@@ -277,7 +311,7 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, 
 // A thread holds of rows g and g + 8 of its warp's tile the tokens 2 q and 2 q + 1 of each 8.
 template <int kResult, int N>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Walk& walk, char* results) {
-    const int t = threadIdx.x, lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
+    const int t = made_here(threadIdx.x), lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
     const int64_t first_out = walk.first_row * int64_t(plan.out_columns) + walk.matrix * plan.out_step;
     const float* factors = plan.factors ? plan.factors + 3 * walk.matrix : nullptr;
     if constexpr (kResult == kFloats) {  // 32 bytes of a token at a time, straight from the registers
@@ -353,13 +387,42 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& pla
     bar_sync(1, kMath);  // before the next tile's first part overwrites what the last but one left
 }
 
+// Leaves a part's sums in global memory. Whether all parts of the tile are there: then sum becomes theirs, added in the order of the parts
+// (the first two in either, which are the same bits).
+template <int N> __device__ __forceinline__ bool add_parts(float (&sum)[N / 2], const Plan& plan, const Walk& walk, Shared& shared) {
+    const int64_t part_step = int64_t(plan.most / 8) * kMath;
+    float4* parts = reinterpret_cast<float4*>(plan.partial) + walk.tile() * plan.parts * part_step + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < N / 8; i++)
+        __stcg(parts + walk.part() * part_step + i * kMath, float4{sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]});
+    const unsigned most = plan.parts - 1;
+    bar_sync(1, kMath);  // as last_to_arrive, without the warps that load
+    if (threadIdx.x == 0) shared.last = atomic_inc_fenced(plan.arrivals + walk.tile(), most) == most;
+    bar_sync(1, kMath);
+    if (!shared.last) return false;
+    const bool keeps = walk.part() < 2;  // its own sums are in front, and need not be read
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sum[i] = keeps ? sum[i] : 0.0f;
+#pragma unroll 1
+    for (int p = 0; p < plan.parts; p++) {
+        if (keeps && p == walk.part()) continue;
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            const float4 other = __ldcg(parts + p * part_step + i * kMath);
+            sum[4 * i] += other.x, sum[4 * i + 1] += other.y, sum[4 * i + 2] += other.z, sum[4 * i + 3] += other.w;
+        }
+    }
+    return true;
+}
+
 template <int kFormat, int kResult, bool kWide, int N>
 __device__ __forceinline__ void tile(const Plan& plan, const Walk& walk, Shared& shared, char* memory, Slots<kWide>& slot,
                                      Items<kWide>& stage) {
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[i] = 0.0f;
-    multiply<kFormat, kWide, N>(sum, plan, shared, memory, slot, stage);
+    multiply<kFormat, kWide, N>(sum, walk, shared, memory, slot, stage);
+    if (plan.parts > 1 && !add_parts<N>(sum, plan, walk, shared)) return;
     store<kResult, N>(sum, plan, walk, memory + Sizes<kWide>::kResultsAt);
 }
 #endif
@@ -401,7 +464,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1) PACKED_GEMM_KERNEL(const __gr
         mbarrier_fence_init();
     }
     grid_dependency_launch();
-    grid_dependency_wait();
+    if (plan.offsets) grid_dependency_wait();  // else the thread that loads does so, behind the first weights
     count_tiles(plan, shared);
     if (threadIdx.x >= kMath) {
         registers_less<kLoadRegisters>();
@@ -459,10 +522,13 @@ static cudaError_t launch(int result, const void* x, int x_columns, const Plan& 
 //   1  the weights are pairs (w1 with w3): out bf16 [rows, columns up to the next multiple of 64], arranged in the order of `short_order`:
 //      silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weights [rows] fp32 (null: 1);
 //   2  out fp32 [rows, (matrices *) columns].
+// parts: of K, up to its units, which are 256 columns (of bf16 weights 128). Of more than one, partial: a workspace of parts * most * 128
+// fp32 values for each tile of out (128 packed rows of a matrix by up to `most` tokens); arrivals: a counter for each of them, 0 before and
+// behind the launch.
 template <int kFormat>
 static cudaError_t packed_gemm(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,
-                               void* out, int rows, int columns, int x_columns, int matrices, int result, int most, int short_order,
-                               int blocks, float factor, float limit, cudaStream_t stream) {
+                               void* out, float* partial, int* arrivals, int rows, int columns, int x_columns, int matrices, int result,
+                               int most, int parts, int short_order, int blocks, float factor, float limit, cudaStream_t stream) {
 #if !defined(DSV4_EMULATOR) && defined(__CUDA_ARCH_LIST__)
     constexpr int architectures[] = {__CUDA_ARCH_LIST__};  // one: build.py compiles for one
     if (architectures[0] != 900) return cudaErrorNotSupported;
@@ -476,6 +542,9 @@ static cudaError_t packed_gemm(const void* x, const void* weights, const float* 
     plan.weights = static_cast<const char*>(weights), plan.factors = factors, plan.row_weights = row_weights, plan.offsets = offsets;
     plan.out = out, plan.rows = rows, plan.columns = columns, plan.matrices = matrices, plan.most = most;
     plan.tiles = (columns + tile_rows - 1) / tile_rows, plan.items = (x_columns + item_columns(kFormat) - 1) / item_columns(kFormat);
+    plan.partial = partial, plan.arrivals = reinterpret_cast<unsigned*>(arrivals), plan.parts = parts;
+    plan.units = plan.items * (item_chunks(kFormat) / unit_chunks(kFormat));
+    if (parts < 1 || parts > plan.units || (parts > 1 && (!partial || !arrivals))) return cudaErrorInvalidValue;
     plan.matrix_bytes = int64_t(plan.tiles) * plan.items * item_bytes(kFormat);
     plan.x_step = offsets ? 0 : x_columns, plan.out_step = offsets ? 0 : columns;
     plan.out_columns = result == kSwiglu ? (columns + kChunk - 1) / kChunk * kChunk : offsets ? columns : matrices * columns;

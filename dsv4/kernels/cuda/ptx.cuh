@@ -425,6 +425,11 @@ template <class T> PTX_FN T* opaque(T* global) {
     __builtin_assume(__isGlobal(global));
     return global;
 }
+// x, of which the compiler knows nothing: what is worked out from it is worked out here, and not before a loop around it, to be kept.
+PTX_FN int made_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 // The larger one, NaN if either is NaN (fmaxf gives the other).
 PTX_FN float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 // 1 / x within 1 unit in the last place, one instruction; subnormal numbers count as zero.
