@@ -330,9 +330,11 @@ def markdown(report: Report) -> str:
         ("Machine", "machine", "what, verdict, found", "", lambda r: (_found(r),)),
         ("Roofs", "roof", "what, verdict, rate, by", "", lambda r: (_rate(r), r.get("by"))),
         ("Building", "compiles", "for, verdict, kernel, found", "", lambda r: (f"`{r['kernel']}`", _found(r))),
-        ("One synthetic layer of each kind", "layer", "layer, verdict, 1 - cosine (same input), 1 - cosine (accumulated)",
+        ("One synthetic layer of each kind", "layer",
+         "layer, verdict, 1 - cosine (same input), 1 - cosine (accumulated), least overlap of choices",
          "Of the streams behind the layer, all tokens as one vector, kernels against definitions: where every stage gets what the "
-         "definition before it made, and where it gets what kernels made.", lambda r: (1 - r["cosine"], 1 - r["cosine_accumulated"])),
+         "definition before it made, and where it gets what kernels made. Choices: the accumulated ones, of entries and experts.",
+         lambda r: (1 - r["cosine"], 1 - r["cosine_accumulated"], r.get("overlap_accumulated"))),
     ):
         mine = [(r["what"], _verdict(r), *cells(r)) for r in rows if r["shows"] == shows]
         lines += [f"## {title}", "", *([words, ""] if words else []), *table(header, mine)] if mine else []
