@@ -26,11 +26,11 @@ _CPU_BLOCKS = 3  # what the emulator runs
 # Parts along K: a step of 1,024 tokens is 16 tiles of 64, which with 8 rows of tiles or of their parts makes 128 for an H200's 132
 # processors; a part of less than 1,024 columns (3 us with 64 tokens) would take less than to add it up.
 _SPREAD, _PART_COLUMNS = 8, 1024
-# Cycles of a processor, for the choice of tiles. Predicted, no GPU has run it: 64 columns take the tensor core 4 a token, or as long as the
-# expansion of the weights, and 60 around. Storing: 0.53 us for 128 tokens, as in cute/choice.py. The end of a part: its sums go to L2 at 32
-# bytes a cycle; behind a fence and a counter, the last block gets those of all parts at 46.
-_CHUNK_CYCLES, _EXPANSION_CYCLES, _AROUND_CYCLES = 4, 300, 60
-_STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 8, 16, 11, 2000
+# Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns, by the tile's width (that of
+# 64 is from a loop that took 5 % more); of storing, a token. Of the end of a part, predicted and within 10 % of two measured ones: its sums
+# go to L2 at 32 bytes a cycle; behind a fence and a counter, the last block gets those of all parts at 46.
+_CHUNK_CYCLES = {32: 540, 64: 660, 96: 830, 128: 1070, 192: 1140, 256: 1310}
+_STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 14, 16, 11, 2000
 _COUNTERS = 1024  # at least, so that nearly all products share one set
 
 _ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "partial": WORK,
@@ -124,7 +124,7 @@ def _cycles(width: int, columns: int, parts: int) -> float:
     """A block's time for one part of a tile, of the last one to arrive."""
     chunks = -(-columns // CHUNK) / parts
     end = _STORE_CYCLES + (_LEAVE_CYCLES + _ADD_CYCLES * parts if parts > 1 else 0)
-    return chunks * (max(_CHUNK_CYCLES * width, _EXPANSION_CYCLES) + _AROUND_CYCLES) + end * width + _ARRIVE_CYCLES * (parts > 1)
+    return chunks * _CHUNK_CYCLES[width] + end * width + _ARRIVE_CYCLES * (parts > 1)
 
 
 def cut(tokens: int, across: int, columns: int, experts: int, blocks: int) -> Cut:
@@ -135,7 +135,7 @@ def cut(tokens: int, across: int, columns: int, experts: int, blocks: int) -> Cu
 
     def cost(most):
         whole, rest = divmod(mean, most)
-        times = [_cycles(_width(most, most), columns, parts)] * whole + [_cycles(_width(rest, most), columns, parts)] * (rest > 0)
+        times = [_cycles(_width(n, most), columns, parts) for n in [most] * whole + [rest] * (rest > 0)]
         share = across * experts * parts / blocks  # of a block, in parts of each of these tiles
         return max(sum(times) * share, max(times) * -(-len(times) * across * experts * parts // blocks)) if times else 0
 

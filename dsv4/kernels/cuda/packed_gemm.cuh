@@ -9,21 +9,23 @@
 //
 // A block is 128 rows of packed tiles by up to 256 tokens: two warpgroups that multiply 64 rows each, one thread that loads. Weights come
 // by bulk copies, an item (512 columns of FP4) of 8 tiles at a time, into a ring of 2; tokens by TMA into a ring of 4 slots of 32 KB, which
-// hold 64 columns of 256 tokens, 128 of 128. (Tiles of up to 128 tokens: 3, and 6 of 16 KB.) While 16 columns are multiplied, the next 16's
-// weights are expanded into one of four sets of 4 registers. The product is as wide as the tile has tokens, of 32, 64, 96, 128, 192 and 256
-// columns. Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go down the tokens first
-// (up to 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no tile.
+// hold 64 columns of 256 tokens, 128 of 128. (Tiles of up to 128 tokens: 3, and 6 of 16 KB.) While a chunk of 64 columns is multiplied,
+// the next one's weights are expanded into the other one of two sets of 16 registers. The product is as wide as the tile has tokens, of 32,
+// 64, 96, 128, 192 and 256 columns. Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles
+// go down the tokens first (up to 8 of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no
+// tile.
 //
 // Where a weight has few rows, its tiles are cut along K into parts (prompts.py: how many depends on the weight alone, as the order of
 // additions does), which follow each other in the walk, so that different blocks multiply them at the same time. A block leaves its sums in
 // global memory, a thread's lie as it has them; the last of a tile's to arrive adds them in the order of the parts and stores the tile.
 //
 // Instructions a warp for 64 columns of NVFP4: 32 to expand, 16 multiplications by scales, 4 to make these, 1.5 loads, about 45 around, for
-// 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core): so of a block, a chunk
-// of 64 columns should take the larger of 4 N and some 300 cycles. Measured on an H200 (docs/measurements.md) when ptxas had put all that
-// expands a chunk behind the fourth product of the one before: with 256 tokens 96 to 101 % of torch's bf16 rate, but with 192, 128, 96 and
-// 32 some 1,140, 1,020, 790 and 470 cycles a chunk (from those ratios and torch's times), as if what stood behind the fourth product hid
-// behind that one alone. Predicted with 16 to 64 tokens an expert: the time to read the weights.
+// 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core). Measured on an H200: 96
+// to 101 % of torch's bf16 rate where tiles of 256 tokens fill the GPU; but narrower ones take 1,020 cycles a chunk with 128 tokens and 470
+// with 32, as ptxas puts all that expands a chunk behind the fourth product of the one before, and it hides behind that one alone. Expanding
+// the next product's weights behind each product, which ptxas cannot move, was slower: 91 to 96 % with 256 tokens, and 1,130 and 556 cycles
+// with 128 and 32 (docs/measurements.md). What is left to try: two blocks an SM for narrow tiles, one of which multiplies while the other
+// expands.
 //
 // FP8: the block scale multiplies the weights in bf16, which is exact if it has up to 4 significant bits (prompts.takes); decode applies it
 // to the sums of 128 columns, for which there are no registers here.
@@ -176,71 +178,82 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
 
 // ------------------------------------------------------------------------------------------------------------------ multiply
 
-// A lane's part of 128 columns, number `pair` of the item, on its way to operand A; `mine` is its first 16 bytes of the item. `chunk` says
-// which half of them comes next (v), `operand` expands 16 of its 64 columns.
+// A lane's part of 128 columns, number `pair` of the item, on its way to operand A; `mine` is its first 16 bytes of the item. expand: the
+// first or second 64 of them (v), four operands of 16.
 template <int kFormat> struct Weights {  // FP4: 16 columns of two rows are two words each, for each v
     uint4 low, high;
-    uint32_t scales, low_scale, high_scale;
-    int v;
+    uint32_t scales;
 
     __device__ __forceinline__ Weights(const char* mine, int pair) {
         low = load_16(mine + 1024 * pair), high = load_16(mine + 1024 * pair + 512);
         const int lane = threadIdx.x % 32;
         scales = *reinterpret_cast<const uint32_t*>(mine + kCodes + 4 * pair - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
     }
-    __device__ __forceinline__ void chunk(int which) {
-        v = which, low_scale = scale_pair<kFormat>(scales, 2 * v), high_scale = scale_pair<kFormat>(scales, 2 * v + 1);
-    }
-    __device__ __forceinline__ void operand(int i, uint32_t (&a)[4]) const {
-        uint32_t l[4], h[4];  // of two operands; the other one's are not computed
-        expand_e2m1(word(low, 2 * v + i / 2), l);
-        expand_e2m1(word(high, 2 * v + i / 2), h);
+    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
+        const uint32_t low_scale = scale_pair<kFormat>(scales, 2 * v), high_scale = scale_pair<kFormat>(scales, 2 * v + 1);
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            a[2 * j] = mul_bf16x2(l[i % 2 * 2 + j], low_scale);
-            a[2 * j + 1] = mul_bf16x2(h[i % 2 * 2 + j], high_scale);
+        for (int p = 0; p < 2; p++) {
+            uint32_t l[4], h[4];
+            expand_e2m1(word(low, 2 * v + p), l);
+            expand_e2m1(word(high, 2 * v + p), h);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                a[2 * p + i / 2][i % 2 * 2] = mul_bf16x2(l[i], low_scale);
+                a[2 * p + i / 2][i % 2 * 2 + 1] = mul_bf16x2(h[i], high_scale);
+            }
         }
     }
 };
 template <> struct Weights<kFp8> {  // 16 columns of two rows are four words each, for each v
     const char* mine;
     uint32_t scale[2];  // of rows g and g + 8, as two bf16
-    uint4 codes[2];
 
     __device__ __forceinline__ Weights(const char* mine, int pair) : mine(mine + 2048 * pair) {
         const char* scales = mine - 16 * (threadIdx.x % 32) + kCodes + 8 * pair;
 #pragma unroll
         for (int half = 0; half < 2; half++) scale[half] = byte_perm(*reinterpret_cast<const uint32_t*>(scales + 4 * half), 0, 0x3232);
     }
-    __device__ __forceinline__ void chunk(int v) { codes[0] = load_16(mine + 1024 * v), codes[1] = load_16(mine + 1024 * v + 512); }
-    __device__ __forceinline__ void operand(int i, uint32_t (&a)[4]) const {
+    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
         constexpr uint32_t k2to120 = 0x7B807B80u;  // as two bf16; times a scale it might be too large for one
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            uint32_t pair[2];
-            expand_e4m3(word(codes[half], i), pair);
+            const uint4 codes = load_16(mine + 1024 * v + 512 * half);
 #pragma unroll
-            for (int j = 0; j < 2; j++) a[2 * j + half] = mul_bf16x2(mul_bf16x2(pair[j], k2to120), scale[half]);
+            for (int p = 0; p < 4; p++) {
+                uint32_t pair[2];
+                expand_e4m3(word(codes, p), pair);
+#pragma unroll
+                for (int i = 0; i < 2; i++) a[p][2 * i + half] = mul_bf16x2(mul_bf16x2(pair[i], k2to120), scale[half]);
+            }
         }
     }
 };
 template <> struct Weights<kBf16> {  // 16 bytes are an operand
     const char* mine;
-    int v;
 
     __device__ __forceinline__ Weights(const char* mine, int) : mine(mine) {}
-    __device__ __forceinline__ void chunk(int which) { v = which; }
-    __device__ __forceinline__ void operand(int i, uint32_t (&a)[4]) const {
-        const uint4 operand = load_16(mine + 2048 * v + 512 * i);
-        a[0] = operand.x, a[1] = operand.y, a[2] = operand.z, a[3] = operand.w;
+    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint4 operand = load_16(mine + 2048 * v + 512 * i);
+            a[i][0] = operand.x, a[i][1] = operand.y, a[i][2] = operand.z, a[i][3] = operand.w;
+        }
     }
 };
 
 #if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 
-// sum += the products over the columns of a tile's part. Behind the start of each product of 16 columns a warp expands the next one's
-// weights. (Those of the next chunk's product would leave ptxas the choice, and it puts all four behind the fourth: see above.)
+// Starts sum += the 64 columns of a with those of the tokens at `b`.
+template <int N> __device__ __forceinline__ void issue(float (&sum)[N / 2], const uint32_t (&a)[4][4], const char* b) {
+    const uint64_t operand = wgmma_operand(b, Swizzle::k128, 8 * kChunk * 2);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) wgmma_bf16(sum, a[i], operand + 2 * i);
+    wgmma_commit();
+}
+
+// sum += the products over the columns of a tile's part.
 template <int kFormat, bool kWide, int N>
 __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Walk& walk, Shared& shared, char* memory, Slots<kWide>& slot,
                                          Items<kWide>& stage) {
@@ -249,61 +262,40 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Walk& walk, 
     constexpr int kUnitPairs = unit_chunks(kFormat) / 2;
     static_assert(kUnitPairs % kSlotPairs == 0 && kPairs % kUnitPairs == 0, "parts of whole slots, items of whole parts");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = walk.first_unit() * kUnitPairs, end = walk.end_unit() * kUnitPairs;
-    const char* first = memory + S::kItemsAt + warp * item_bytes(kFormat) + 16 * lane;
-    const auto mine = [&] { return first + stage.index * kTiles * item_bytes(kFormat); };
-    uint32_t a[4][4];
+    uint32_t a[2][4][4];
     uint64_t* before = nullptr;  // the barrier of the slot that is being read
     const char* b = nullptr;
-    mbarrier_wait(&shared.item_full[stage.index], stage.parity);
-    Weights<kFormat> weights(mine(), begin % kPairs);
-    weights.chunk(0);
-    weights.operand(0, a[0]);
 #pragma unroll 1
-    for (int pair = begin; pair < end; pair++) {
-        // The next pair; behind the last one, for nothing, the same again.
-        const int next = pair + 1 < end ? pair + 1 : pair;
-        const bool leaves = next % kPairs == 0 && next != pair;
-        uint64_t* left = &shared.item_empty[stage.index];
-        Weights<kFormat> following = weights;
+    for (int pair = begin; pair < end;) {
+        const char* mine = memory + S::kItemsAt + (stage.index * kTiles + warp) * item_bytes(kFormat) + 16 * lane;
+        const int end_here = min(end, (pair / kPairs + 1) * kPairs);
+        mbarrier_wait(&shared.item_full[stage.index], stage.parity);
+#pragma unroll 1
+        for (; pair < end_here; pair++) {
+            const Weights<kFormat> weights(mine, pair % kPairs);
 #pragma unroll
-        for (int v = 0; v < 2; v++) {
-            if (v == 1) {
-                if (leaves) {
-                    stage.next();
-                    mbarrier_wait(&shared.item_full[stage.index], stage.parity);
+            for (int v = 0; v < 2; v++) {
+                weights.expand(v, a[v]);
+                const bool fresh = kInSlot == 1 || (v == 0 && pair % kSlotPairs == 0);  // the slot's first chunk
+                if (fresh) {
+                    mbarrier_wait(&shared.slot_full[slot.index], slot.parity);
+                    b = memory + slot.index * S::kSlotBytes;
                 }
-                following = Weights<kFormat>(mine(), next % kPairs);
-            }
-            const bool fresh = kInSlot == 1 || (v == 0 && pair % kSlotPairs == 0);  // the slot's first chunk
-            if (fresh) {
-                mbarrier_wait(&shared.slot_full[slot.index], slot.parity);
-                b = memory + slot.index * S::kSlotBytes;
-            }
-            const uint64_t tokens = wgmma_operand(b, Swizzle::k128, 8 * kChunk * 2);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                wgmma_fence();
-                wgmma_bf16(sum, a[i], tokens + 2 * i);
-                wgmma_commit();
-                wgmma_wait<2>();  // all but this product and the one before: behind the second, the chunk before is read
-                if (fresh && i == 1 && before && lane == 0) mbarrier_arrive(before);
-                if (i == 3) {
-                    if (v == 1) weights = following;
-                    weights.chunk(1 - v);
+                issue<N>(sum, a[v], b);
+                wgmma_wait<1>();  // the chunk before is read
+                b += N * kChunk * 2;
+                if (fresh) {
+                    if (before && lane == 0) mbarrier_arrive(before);
+                    before = &shared.slot_empty[slot.index];
+                    slot.next();
                 }
-                weights.operand((i + 1) % 4, a[(i + 1) % 4]);
-            }
-            b += N * kChunk * 2;
-            if (fresh) {
-                before = &shared.slot_empty[slot.index];
-                slot.next();
             }
         }
-        if (leaves && lane == 0) mbarrier_arrive(left);  // all lanes have read their weights: they met at the last product
+        if (lane == 0) mbarrier_arrive(&shared.item_empty[stage.index]);  // all lanes have read their weights: they met at the wait
+        stage.next();
     }
     wgmma_wait<0>();
-    if (lane == 0) mbarrier_arrive(before), mbarrier_arrive(&shared.item_empty[stage.index]);
-    stage.next();
+    if (lane == 0) mbarrier_arrive(before);
 }
 
 // --------------------------------------------------------------------------------------------------------------------- store
