@@ -5,8 +5,8 @@ Read it top to bottom: arguments, prompt, the story (`generate`), and then its p
 prefill and decode. What is not the story lives in `dsv4` (the model; arguments, answer and report) and `encoding` (messages <-> text).
 Standard output carries the answer and nothing else; everything else goes to standard error.
 
-Exit codes: 0 done; 1 standard output cannot be written, a kernel failed, or --decode-consistency found a difference; 2 an argument or
-prompt is wrong; 3 the checkpoint is; 4 it does not fit; 130 interrupted.
+Exit codes: 0 done; 1 standard output cannot be written, a kernel failed, a package is missing, or --decode-consistency found a
+difference; 2 an argument or prompt is wrong; 3 the checkpoint is; 4 it does not fit; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -576,6 +576,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("dsv4", "encoding", ""):  # ours: a mistake here, and no package that is missing
+            raise
+        say(f"error: expected the Python package {error.name}, found none in {sys.executable}: make demo, or pip install -e .")
+        return 1
     except OSError as error:  # every other file is handled where it is opened: this is standard output
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not fail on it again

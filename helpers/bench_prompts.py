@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from dsv4 import formats, runtime  # noqa: E402
 from dsv4.config import PRESETS, ModelConfig  # noqa: E402
 from dsv4.errors import UserError  # noqa: E402
-from dsv4.kernels import prompts  # noqa: E402
+from dsv4.kernels import launch, prompts  # noqa: E402
 from dsv4.kernels.experts import PackedExperts, pack_experts  # noqa: E402
 from dsv4.kernels.linear import pack_weights  # noqa: E402
 from dsv4.ops.experts import Expert  # noqa: E402
@@ -193,6 +193,16 @@ def experts_line(r: dict) -> str:
             + sizes(r))
 
 
+def check_device(device: torch.device) -> None:
+    """Raises UserError, before weights are drawn, where the kernels do not run: they need Hopper's wgmma, or the tests' emulator."""
+    if device.type == "cpu":
+        if launch.emulator is None:
+            raise UserError("--device: expected a Hopper GPU such as cuda:0, found cpu: helpers/bench_cpu.py measures there")
+    elif (arch := launch.architecture(device)) != "sm_90a":
+        raise UserError(f"--device: expected a Hopper GPU, found {torch.cuda.get_device_name(device)} ({arch}): its prompts go through the "
+                        "kernels of decode, which helpers/bench_decode.py measures")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", type=names(sorted(PRESETS)), default=["pro", "flash"], help="default: pro,flash")
@@ -207,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_outputs(args.json, None)
         device = runtime.resolve_device(args.device)
+        check_device(device)
         runtime.prepare_torch(1 << 30)
         start, results = machine(device), []
         print(EXPERTS_HEADER if args.experts else DENSE_HEADER)

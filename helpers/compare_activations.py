@@ -380,10 +380,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=whole(0), default=0, help="of --preset's weights and of random tokens (default: 0)")
     parser.add_argument("--device", default="cpu", help="of the layers: cpu (default) or a GPU")
     parser.add_argument("--questions", metavar="N", type=whole(1), help="so many of the bundled checkpoint's (default: every fact once)")
-    parser.add_argument("--recall", metavar="N", type=whole(0), default=32,
+    parser.add_argument("--recall", metavar="N", type=whole(0),
                         help=f"prompts that ask for a sentence {', '.join(map(str, DISTANCES))} tokens back, each (default: 32)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    source = "--preset" if args.preset else "--model"
+    for flag, given in (("--questions", args.questions), ("--recall", args.recall)):
+        if given is not None and (args.preset or args.model):
+            parser.error(f"{flag}: expected no {source}, whose layers are compared on tokens, not on answers")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -403,7 +408,7 @@ def run(args: argparse.Namespace) -> int:
         what |= layers(args)
     else:
         print(answer_header())
-        rows = answers(bundled_items(args.questions, args.recall))
+        rows = answers(bundled_items(args.questions, 32 if args.recall is None else args.recall))
         what |= {"source": str(BUNDLED.relative_to(ROOT)), "answers": [row.as_dict() for row in rows]}
     if args.json:
         args.json.write_text(json.dumps(what, indent=1) + "\n")

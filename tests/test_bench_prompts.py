@@ -52,3 +52,15 @@ def test_copies_are_cold(few, monkeypatch):
     product = bench_prompts.Dense("fp8", 2, 256, 1024, 1, torch.device("cpu"))
     assert len({p.data.data_ptr() for p in product.packed}) == len(product.packed) == 4
     assert len({w.data_ptr() for w in product.copies}) == len(product.copies) == 2
+
+
+def test_devices_whose_tensor_cores_it_does_not_need(monkeypatch, capsys):
+    """Refused before weights are drawn."""
+    monkeypatch.setattr(bench_prompts, "Dense", lambda *_: pytest.fail("drew weights"))
+    assert bench_prompts.main(["--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("error: --device: expected a Hopper GPU such as cuda:0, found cpu: ")
+    monkeypatch.setattr(bench_prompts.runtime, "resolve_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA B200")
+    assert bench_prompts.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: --device: expected a Hopper GPU, found NVIDIA B200 (sm_100a): ")

@@ -185,6 +185,22 @@ def test_help_imports_nothing_heavy():
     assert out.splitlines()[-1] == "[]" and "--prefill-chunk" in out
 
 
+@pytest.mark.parametrize("name, told", [("torch", True), ("safetensors.torch", True), ("dsv4.nothing", False)])
+def test_a_missing_package_is_one_line(run, monkeypatch, name, told):
+    """But not a mistake of ours."""
+    def missing(*_):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(script, "generate", missing)
+    if not told:
+        with pytest.raises(ModuleNotFoundError):
+            run("hi")
+        return
+    code, out, err = run("hi")
+    assert (code, out) == (1, "") and err == (
+        f"error: expected the Python package {name}, found none in {sys.executable}: make demo, or pip install -e .\n")
+
+
 def test_a_run_does_not_import_transformers():
     code = ("import sys, single_shot_inference as s\ns.main(['--max-new-tokens', '1', 'Hi'])\n"
             "print([m for m in ('transformers', 'matplotlib', 'pandas') if m in sys.modules])")

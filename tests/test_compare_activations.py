@@ -141,3 +141,11 @@ def test_what_cannot_be_compared(capsys, tmp_path):
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and words in error
     assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("flag", ["--questions", "--recall"])
+def test_answers_are_the_bundled_checkpoints_alone(capsys, flag):
+    with pytest.raises(SystemExit) as exit:
+        compare_activations.main(["--preset", "tiny", flag, "5"])
+    assert exit.value.code == 2
+    assert f"error: {flag}: expected no --preset, whose layers are compared on tokens, not on answers" in capsys.readouterr().err
