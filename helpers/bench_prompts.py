@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from dsv4 import formats, runtime  # noqa: E402
 from dsv4.config import PRESETS, ModelConfig  # noqa: E402
 from dsv4.errors import UserError  # noqa: E402
-from dsv4.kernels import launch, prompts  # noqa: E402
+from dsv4.kernels import grouped, launch, prompts  # noqa: E402
 from dsv4.kernels.experts import PackedExperts, pack_experts  # noqa: E402
 from dsv4.kernels.linear import pack_weights  # noqa: E402
 from dsv4.ops.experts import Expert  # noqa: E402
@@ -121,7 +121,7 @@ def measure_experts(config: ModelConfig, packed: PackedExperts, values, m: int, 
     chosen = torch.rand(m, E, generator=draw, device=device).topk(k, 1).indices.int()
     weights = torch.rand(m, k, generator=draw, device=device) + 0.1
     up, down, limit = packed.formats[1], packed.formats[3], 10.0
-    factors = packed.factors[:E]
+    factors, no_shared = packed.factors[:E], torch.zeros(m, D, device=device)
     routing = prompts.route(chosen, weights, E)
 
     def gather():
@@ -136,7 +136,7 @@ def measure_experts(config: ModelConfig, packed: PackedExperts, values, m: int, 
     def everything():
         nonlocal routing
         routing = prompts.route(chosen, weights, E)
-        return prompts.sum_rows(None, second(first(gather())), routing.places)
+        return grouped.sum_choices(second(first(gather())), routing.groups, no_shared)
 
     rows = gather()
     hidden = first()

@@ -401,7 +401,7 @@ def test_files() -> dict[str, list[str]]:
         if names := [stem for stem in stems if kernel == stem or kernel.startswith(f"{stem}_")]:
             found.setdefault(stems[max(names, key=len)], []).append(kernel)
     formats = (f"packed_gemm_{form}" for form in ("bf16", "fp8", "mxfp4", "nvfp4"))
-    others = {"test_prompts.py": [*formats, "arrange_tokens", "sum_rows"],
+    others = {"test_prompts.py": [*formats, "arrange_tokens"],
               "test_grouped.py": ["group_choices", "group_nvfp4", "sum_choices"],
               "cute/test_gemm.py": ["gemm_bf16", "gemm_e4m3"], "cute/test_gemm_nvfp4.py": ["gemm_nvfp4"],
               "cute/test_grouped_nvfp4.py": ["gemm_nvfp4_grouped", "gemm_nvfp4_swiglu"]}

@@ -16,7 +16,7 @@ _group_nvfp4 = Kernel("group_nvfp4", {"values": IN, "scales": IN, "row_scales": 
                                       "out_values": OUT, "out_scales": WORK, "out_row_scales": OUT, "columns": int, "slots": int,
                                       "entries": int, "swizzled": int})
 _sum_choices = Kernel("sum_choices", {"y": IN, "rows": IN, "shared": IN, "out": OUT, "tokens": int, "columns": int, "slots": int,
-                                      "dtype": int})
+                                      "row_dtype": int, "dtype": int})
 
 
 def group_choices(chosen: torch.Tensor, experts: int) -> Groups:
@@ -53,15 +53,15 @@ def group_nvfp4(x: Nvfp4, groups: Groups) -> GroupedNvfp4:
 
 
 def sum_choices(y: torch.Tensor, groups: Groups, shared: torch.Tensor) -> torch.Tensor:
-    """y [N, D] bf16, shared [S, D] bf16 or fp32, D a multiple of 8, up to 8 choices a token -> bf16 [S, D]. Raises UserError for other
+    """y [N, D] and shared [S, D] in bf16 or fp32, D a multiple of 8, up to 8 choices a token -> bf16 [S, D]. Raises UserError for other
     shapes or dtypes."""
     S, k = groups.rows.shape
     expect(y.dim() == shared.dim() == 2 and y.shape[0] == S * k and shared.shape == (S, y.shape[1]) and y.shape[1] % 8 == 0 and y.shape[1]
-           and 1 <= k <= MAX_SLOTS and y.dtype == torch.bfloat16 and shared.dtype in DTYPES, "sum_choices",
-           f"y [S k, D] in bf16 and shared [S, D] in bf16 or fp32, D a multiple of 8, k up to {MAX_SLOTS}", y=y, shared=shared,
+           and 1 <= k <= MAX_SLOTS and y.dtype in DTYPES and shared.dtype in DTYPES, "sum_choices",
+           f"y [S k, D] and shared [S, D] in bf16 or fp32, D a multiple of 8, k up to {MAX_SLOTS}", y=y, shared=shared,
            rows=groups.rows)
     out = torch.empty(S, y.shape[1], dtype=torch.bfloat16, device=y.device)
     if S:
         _sum_choices(y=y.contiguous(), rows=groups.rows, shared=shared.contiguous(), out=out, tokens=S, columns=y.shape[1], slots=k,
-                     dtype=DTYPES[shared.dtype])
+                     row_dtype=DTYPES[y.dtype], dtype=DTYPES[shared.dtype])
     return out

@@ -14,7 +14,9 @@ import torch
 from ..formats import Weight
 from .arrivals import arrivals
 from .experts import PackedExperts
+from .grouped import MAX_SLOTS, group_choices, sum_choices
 from .launch import IN, INOUT, OUT, WEIGHT, WORK, Kernel, expect
+from .layouts import Groups
 from .linear import PackedWeights
 from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 
@@ -42,7 +44,6 @@ _nvfp4 = Kernel("packed_gemm_nvfp4", _ARGUMENTS)
 _mxfp4 = Kernel("packed_gemm_mxfp4", _ARGUMENTS)
 _GEMMS = {FORMATS["plain"]: _bf16, FORMATS["fp8"]: _fp8, FORMATS["nvfp4"]: _nvfp4, FORMATS["mxfp4"]: _mxfp4}
 _arrange_tokens = Kernel("arrange_tokens", {"x": IN, "source": IN, "out": OUT, "rows": int, "columns": int, "short_order": int})
-_sum_rows = Kernel("sum_rows", {"base": IN, "rows": IN, "places": IN, "out": OUT, "tokens": int, "columns": int, "top_k": int})
 
 
 class Arranged(NamedTuple):
@@ -62,12 +63,10 @@ class Cut(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Tokens by expert. source [S k] int32: the token of each row, experts ascending; offsets [E + 1] int32: where an expert's rows begin;
-    places [S, k] int32: a token's rows, ascending; weights [S k] fp32: of each row."""
+    """Tokens by expert: the rows of these `groups`; source [S k] int32, the token of each row; weights [S k] fp32, of each row."""
 
+    groups: Groups
     source: torch.Tensor
-    offsets: torch.Tensor
-    places: torch.Tensor
     weights: torch.Tensor
 
 
@@ -202,14 +201,8 @@ def _dense(name, x, weights, i, groups, most, result=ROUNDED):
 
 def route(chosen: torch.Tensor, weights: torch.Tensor, experts: int) -> Routing:
     """chosen [S, k] int32 in [0, experts), weights [S, k] fp32 -> their Routing, on the device."""
-    S, k = chosen.shape
-    flat = chosen.flatten()
-    order = torch.argsort(flat, stable=True)
-    numbers = torch.arange(experts + 1, dtype=torch.int32, device=flat.device)
-    offsets = torch.searchsorted(flat[order], numbers, out_int32=True)
-    places = torch.empty(S * k, dtype=torch.int32, device=flat.device)
-    places[order] = torch.arange(S * k, dtype=torch.int32, device=flat.device)
-    return Routing((order // k).int(), offsets, places.view(S, k).sort(1).values, weights.flatten()[order])
+    groups = group_choices(chosen, experts)
+    return Routing(groups, groups.order // chosen.shape[1], weights.flatten()[groups.order])
 
 
 def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: torch.Tensor, limit: float,
@@ -221,8 +214,8 @@ def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: 
     """
     S, k = chosen.shape if chosen.dim() == 2 else (-1, -1)
     E, D = len(experts.factors) - 1, experts.columns
-    expect(k >= 1 and x.shape == (S, D) and weights.shape == chosen.shape and D % 8 == experts.inner % 8 == 0 and E <= MAX_MATRICES
-           and x.dtype == torch.bfloat16 and chosen.dtype == torch.int32 and weights.dtype == torch.float32, "moe",
+    expect(1 <= k <= MAX_SLOTS and x.shape == (S, D) and weights.shape == chosen.shape and D % 8 == experts.inner % 8 == 0
+           and E <= MAX_MATRICES and x.dtype == torch.bfloat16 and chosen.dtype == torch.int32 and weights.dtype == torch.float32, "moe",
            f"x [S, {D}] in bf16, chosen [S, k] in int32 and weights [S, k] in fp32, widths multiples of 8", x=x, chosen=chosen,
            weights=weights)
     if not S:
@@ -235,7 +228,7 @@ def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: 
     x = arrange(x, takes_short_order(up_routed), routing.source)
     hidden = expert_up(x, experts.up_routed, up_routed, down_routed, experts.factors[:E], experts.inner, limit, routing, most)
     rows = expert_down(hidden, experts.down_routed, down_routed, experts.factors[:E], D, routing, most)
-    return sum_rows(base, rows, routing.places)
+    return sum_choices(rows, routing.groups, base)
 
 
 def expert_up(x: Arranged, packed: torch.Tensor, code: int, next_code: int, factors: torch.Tensor, inner: int, limit: float,
@@ -249,7 +242,7 @@ def expert_up(x: Arranged, packed: torch.Tensor, code: int, next_code: int, fact
            and x.short_order == takes_short_order(code), "expert_up", "packed [E, tiles, items, bytes] and factors [E, 3]", x=x.values,
            packed=packed, factors=factors)
     out = torch.empty(R, -(-inner // CHUNK) * CHUNK, dtype=torch.bfloat16, device=x.values.device)
-    _gemm(code, SWIGLU, x, packed, out, R, inner, E, most, factors=factors, offsets=routing and routing.offsets,
+    _gemm(code, SWIGLU, x, packed, out, R, inner, E, most, factors=factors, offsets=routing and routing.groups.offsets,
           row_weights=routing and routing.weights, short_order=takes_short_order(next_code), limit=limit)
     return Arranged(out, inner, takes_short_order(next_code))
 
@@ -259,16 +252,5 @@ def expert_down(hidden: Arranged, packed: torch.Tensor, code: int, factors: torc
     """w2 of the same rows: fp32 [R, columns]."""
     E, R = len(packed), len(hidden.values)
     out = torch.empty(R, columns, device=hidden.values.device)
-    _gemm(code, FLOATS, hidden, packed, out, R, columns, E, most, factors=factors, offsets=routing and routing.offsets)
-    return out
-
-
-def sum_rows(base: torch.Tensor | None, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """base [S, D] or None and rows [R, D] fp32, places [S, k] int32 -> bf16 [S, D]: base[s] + rows[places[s, 0]] + .., in this order."""
-    (S, k), D = places.shape, rows.shape[1]
-    expect(rows.dtype == torch.float32 and places.dtype == torch.int32 and D % 4 == 0
-           and (base is None or (base.shape == (S, D) and base.dtype == torch.float32)), "sum_rows",
-           "rows [R, D] and base [S, D] in fp32, D a multiple of 4, and places [S, k] in int32", rows=rows, places=places)
-    out = torch.empty(S, D, dtype=torch.bfloat16, device=rows.device)
-    _sum_rows(base=base, rows=rows, places=places.contiguous(), out=out, tokens=S, columns=D, top_k=k)
+    _gemm(code, FLOATS, hidden, packed, out, R, columns, E, most, factors=factors, offsets=routing and routing.groups.offsets)
     return out

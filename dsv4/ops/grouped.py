@@ -93,8 +93,8 @@ def grouped_nvfp4_linear_ref(x: GroupedNvfp4, groups: Groups, weight: GroupedOpe
 
 
 def sum_choices_ref(y: torch.Tensor, groups: Groups, shared: torch.Tensor) -> torch.Tensor:
-    """A token's shared expert [S, D] (bf16 or fp32) and the rows y [N, D] bf16 of its choices, added in fp32 in the order of the experts'
-    numbers -> bf16 [S, D]. Each expert's result is rounded to bf16 before, as in the official code."""
+    """A token's shared expert [S, D] and the rows y [N, D] of its choices, bf16 or fp32 each, added in fp32 in the order of the experts'
+    numbers -> bf16 [S, D]. bf16 rows are each expert's result rounded before, as in the official code."""
     total = shared.float()
     for rows in groups.rows.sort(-1).values.long().unbind(-1):  # rows are sorted by expert
         total = total + y[rows].float()

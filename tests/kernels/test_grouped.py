@@ -58,12 +58,13 @@ def test_group_nvfp4(rng, K, swizzled):
     assert got.scales.shape == want.scales.shape and torch.equal(got.scales[:used], want.scales[:used])
 
 
+@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("S,k,D", [(1, 1, 8), (5, 6, 96), (3, 8, 2056), (2, 2, 7168)])
-def test_sum_choices(rng, S, k, D, dtype):
+def test_sum_choices(rng, S, k, D, dtype, row_dtype):
     """Sizes that lose bits to each other, so that another order would show."""
     groups = group_choices_ref(draw(rng, S, k, 5), 5)
-    y = (torch.randn(S * k, D, generator=rng) * torch.exp2(torch.randint(0, 20, (S * k, 1), generator=rng).float())).bfloat16()
+    y = (torch.randn(S * k, D, generator=rng) * torch.exp2(torch.randint(0, 20, (S * k, 1), generator=rng).float())).to(row_dtype)
     shared = (torch.randn(S, D, generator=rng) * 1000).to(dtype)
     with emulated(reverse=S % 2 == 0):
         assert torch.equal(sum_choices(y, groups, shared), sum_choices_ref(y, groups, shared))
@@ -89,7 +90,7 @@ def test_the_others_refuse(rng):
         with pytest.raises(UserError, match=r"group_nvfp4: expected x \[S, K\] of these groups' tokens, K a multiple of 32, found values"):
             group_nvfp4(x, groups)
     good = torch.zeros(6, 8).bfloat16()
-    for y, shared in ((good[:5], torch.zeros(3, 8)), (good.float(), torch.zeros(3, 8)), (good, torch.zeros(3, 16)),
+    for y, shared in ((good[:5], torch.zeros(3, 8)), (good.double(), torch.zeros(3, 8)), (good, torch.zeros(3, 16)),
                       (good, torch.zeros(3, 8).double()), (good[:, :4], torch.zeros(3, 4))):
-        with pytest.raises(UserError, match=r"sum_choices: expected y \[S k, D\] in bf16 and shared \[S, D\]"):
+        with pytest.raises(UserError, match=r"sum_choices: expected y \[S k, D\] and shared \[S, D\] in bf16 or fp32"):
             sum_choices(y, groups, shared)
