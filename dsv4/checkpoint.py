@@ -10,6 +10,7 @@ ModelOpt and compressed-tensors exports, transformers' conversion_mapping; check
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -126,7 +127,8 @@ class Stored(NamedTuple):
     nbytes: int
 
 
-def needs_of_layer(config: ModelConfig, layer: int) -> list[Need]:
+@functools.lru_cache(maxsize=64)  # a plan goes through all layers several times; 1,177 needs are in one of Pro's 61
+def needs_of_layer(config: ModelConfig, layer: int) -> tuple[Need, ...]:
     """Every linear and tensor of one layer, native names (model.md section 11)."""
     c, p, out = config, f"layers.{layer}.", []
     dim, ratio, streams = c.hidden_size, c.compress_ratios[layer], c.hc_mult
@@ -173,7 +175,7 @@ def needs_of_layer(config: ModelConfig, layer: int) -> list[Need]:
         linear("shared experts", f"ffn.shared_experts.{w}", rows, columns)
         for expert in range(c.n_routed_experts):
             linear("routed experts", f"ffn.experts.{expert}.{w}", rows, columns)
-    return out
+    return tuple(out)
 
 
 def needs_outside_layers(config: ModelConfig) -> list[Need]:

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +47,7 @@ class Part:
 
     name: str
     device: torch.device
-    needs: list[Need]
+    needs: Sequence[Need]
     nbytes: int
     bind: Callable[[object], object]
 
@@ -470,7 +470,7 @@ class _Loading:
         return None
 
 
-def _units(checkpoint: Checkpoint, needs: list[Need]) -> list[_Unit]:
+def _units(checkpoint: Checkpoint, needs: Sequence[Need]) -> list[_Unit]:
     """What to read for `needs`, as it is asked for: what is no routed expert, in the order of the shards, and then the experts by number.
     Global scales are for the host: they become numbers."""
     alone, scalars, routed = [], [], {}

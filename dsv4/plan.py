@@ -7,7 +7,7 @@ a GPU, so a plan can be made for a machine that one does not have (machines.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -455,7 +455,7 @@ def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.dev
     """`form` of linears: "fp32" (dequantised copies), "stored" (as on disk) or "packed" (as the kernels stream them). `drawn`: see Wish."""
     config, matrices = checkpoint.config, [0]
 
-    def part(needs: list[Need], factors: int = 0) -> Part:
+    def part(needs: Sequence[Need], factors: int = 0) -> Part:
         described = [(need, checkpoint.stored(need)) for need in needs]
         matrices.extend(math.prod(need.shape) for need in needs if need.linear)
         groups = [(r, [d for d in described if (d[0].kind == "routed experts") == r]) for r in (False, True)]

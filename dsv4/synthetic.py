@@ -53,6 +53,7 @@ class SyntheticCheckpoint:
         self.config, self.format, self.device, self.seed = config, FORMATS[format], torch.device(device), seed
         self.folder = f"synthetic {family(config)}, {format}"
         self.block, self.needs = config.weight_block_size, {n.name: n for n in needs_outside_layers(config)}
+        self._stored: dict[tuple, Stored] = {}  # of Pro's 70,000 needs few differ, and a plan asks for each several times
         for layer in range(config.num_hidden_layers):
             self.needs |= {n.name: n for n in needs_of_layer(config, layer)}
 
@@ -96,15 +97,20 @@ class SyntheticCheckpoint:
 
     def stored(self, need: Need) -> Stored:
         """As Checkpoint.stored."""
-        kind = self.kind(need.name) if need.linear else "plain"
-        size = self.bytes_of(need)
-        plain = {2: "BF16", 4: "F32", 8: "I64"}[size // math.prod(need.shape)] if kind == "plain" else "F8_E4M3" if kind == "fp8" else "U8"
-        return Stored(kind, plain, size)
+        kind = kind_of(self.format, need.name) if need.linear else "plain"
+        key = kind, plain_dtype(self.format, need.name) if kind == "plain" else None, need.shape
+        if key not in self._stored:
+            counted = stored_as(need, self.config, self.format).items()
+            size = sum(math.prod(shape) * dtype.itemsize for suffix, (dtype, shape) in counted if not suffix.startswith(".input_"))
+            name = "F8_E4M3" if kind == "fp8" else "U8"
+            if kind == "plain":
+                name = {2: "BF16", 4: "F32", 8: "I64"}[size // math.prod(need.shape)]
+            self._stored[key] = Stored(kind.removesuffix("-ct"), name, size)
+        return self._stored[key]
 
     def bytes_of(self, need: Need) -> int:
         """As it would lie in a file: what Checkpoint counts, which is payload, scales and global scale."""
-        counted = stored_as(need, self.config, self.format).items()
-        return sum(math.prod(shape) * dtype.itemsize for suffix, (dtype, shape) in counted if not suffix.startswith(".input_"))
+        return self.stored(need).nbytes
 
 
 def fill(cache: Cache, seed: int = 0) -> None:

@@ -70,6 +70,7 @@ dim3 thread_index, block_index, block_size, grid_size;
 
 namespace {
 constexpr size_t kStack = 64 * 1024;          // bytes a thread; a larger frame is reported as an access outside everything
+constexpr size_t kApart = kStack + 13 * 64;   // from stack to stack: at multiples of 4 KB all of them would share a few lines of the cache
 constexpr size_t kGuard = 64 * 1024;          // bytes around every region that belong to nobody
 constexpr long kSpin = 20'000'000;            // accesses of one thread without waiting: taken for a loop on a flag that nobody sets
 constexpr unsigned kPoison = 0xFF;            // NaN as fp32 and bf16, -1 as an integer
@@ -754,7 +755,7 @@ void prepare_cluster(dim3 first, unsigned blocks, size_t shared_bytes) {
             f.id = rank * n + i;
             f.version = ++versions;
             f.index = dim3(i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y);
-            f.stack = &stacks[f.id * kStack];
+            f.stack = &stacks[f.id * kApart];
             prepare(f.context, f.stack, kStack, thread_main);
         }
     }
@@ -1274,7 +1275,7 @@ void launch(const char* name, dim3 grid, dim3 threads, unsigned blocks, size_t s
         return;
     }
     grid_size = grid, block_size = threads, body = run, closure = c, closure_bytes = c_bytes;
-    if (stacks_bytes < n * blocks * kStack) stacks.reset(new char[stacks_bytes = n * blocks * kStack]);
+    if (stacks_bytes < n * blocks * kApart) stacks.reset(new char[stacks_bytes = n * blocks * kApart]);
     const size_t needed = blocks * (shared_bytes + kGuard + 1024) + kGuard + 1024;
     if (arena_bytes < needed) arena.reset(new char[arena_bytes = needed]);
     launch_first = uint32_t(touches.size());

@@ -20,7 +20,7 @@ from dsv4.kernels import build as cuda_build
 from dsv4.kernels import launch
 from dsv4.kernels.cute import build
 from dsv4.kernels.cute.gemm import KERNELS, CuteKernel
-from dsv4.kernels.cute.tiles import ARCHITECTURES, Tile
+from dsv4.kernels.cute.tiles import ARCHITECTURES, TILES, Tile
 from dsv4.kernels.launch import OUT, WORK
 
 from ...emulator.emulator import ON_GPU, run_on_gpu
@@ -36,7 +36,9 @@ class Emulated:
     def __init__(self, tile: Tile, arch: str | None = None):
         self.tile, self.arch = tile, arch or ARCHITECTURES[tile.kind][0]
         self.kinds = list(KERNELS[tile].arguments.values())
-        self.path = cuda_build.compile_into(cuda_build.cache_folder(), f"capture-{build.target(tile, self.arch)}", self.compile)
+        self.path = cuda_build.cache_folder() / capturing(tile, self.arch)
+        if not self.path.exists():
+            compile_kind(tile.kind, self.arch)
         about = json.loads(Path(f"{self.path}.txt").read_text())
         self.program, self.ptx = Program.parse(about["ptx"]), about["ptx"]
         self.library = ctypes.CDLL(str(self.path))
@@ -46,20 +48,6 @@ class Emulated:
         for step, arguments in (("init", (place, error)), ("load_to_device", (place, device, error))):
             getattr(self.library, f"_mlir_{tile.name}_cuda_{step}")(addresses(arguments))
             assert error.value == 0
-
-    def compile(self, folder: Path) -> tuple[Path, str]:
-        environment = {**os.environ, "CUTE_DSL_ARCH": self.arch, "CUTE_DSL_NO_CACHE": "1"}
-        command = [sys.executable, "-m", "dsv4.kernels.cute.compile", str(folder), self.tile.name]
-        subprocess.run(command, env=environment, cwd=HERE.parents[2], check=True, capture_output=True)
-        parts = folder / f"{self.tile.name}.parts"
-        made = folder / "capture.so"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(made), str(HERE / "capture.c"), str(parts / f"{self.tile.name}.o")],
-                       check=True)
-        call = re.search(r"void (_mlir_\w+_mlir_ciface_\w+)\(void \*\*args", (parts / f"{self.tile.name}.h").read_text())[1]
-        report = (folder / f"{self.tile.name}.json").read_text()
-        product = folder / f"{self.tile.name}.so", report  # made on the way: the tests of the object find it
-        cuda_build.compile_into(cuda_build.cache_folder(), build.target(self.tile, self.arch), lambda _: product)
-        return made, json.dumps({"call": call, "ptx": json.loads(report)["ptx"]})
 
     def launch(self, values: list):
         """What the host function launches for these arguments: addresses and numbers."""
@@ -94,6 +82,31 @@ class Emulated:
                 assert kind == WORK or not missing, f"{missing} of {len(data)} bytes of an output were never written"
                 value.view(torch.uint8).reshape(-1).copy_(torch.from_numpy(data))
         return 0
+
+
+def capturing(tile: Tile, arch: str) -> str:
+    """The name in the cache folder of a tile's host function that is linked with capture.c."""
+    return f"capture-{build.target(tile, arch)}"
+
+
+def compile_kind(kind: str, arch: str) -> None:
+    """Makes what there is not of all tiles of a kind, by one process: the DSL starts in the time that it takes for a tile."""
+    cache = cuda_build.cache_folder()
+    names = {tile.name: tile for tile in TILES if tile.kind == kind and not (cache / capturing(tile, arch)).exists()}
+    environment = {**os.environ, "CUTE_DSL_ARCH": arch, "CUTE_DSL_NO_CACHE": "1"}
+    with cuda_build.building_folder(cache) as folder:
+        command = [sys.executable, "-m", "dsv4.kernels.cute.compile", folder, *names]
+        subprocess.run(command, env=environment, cwd=HERE.parents[2], check=True, capture_output=True)
+        for name, tile in names.items():
+            report, product, parts = Path(folder, f"{name}.json").read_text(), Path(folder, f"{name}.so"), Path(folder, f"{name}.parts")
+            made = parts / "capture.so"
+            sources = str(HERE / "capture.c"), str(parts / f"{name}.o")
+            subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(made), *sources], check=True)
+            call = re.search(r"void (_mlir_\w+_mlir_ciface_\w+)\(void \*\*args", (parts / f"{name}.h").read_text())[1]
+            about = json.dumps({"call": call, "ptx": json.loads(report)["ptx"]})
+            for target, result in ((build.target(tile, arch), (product, report)),  # made on the way: the tests of the object find it
+                                   (capturing(tile, arch), (made, about))):
+                cuda_build.compile_into(cache, target, lambda _, result=result: result)
 
 
 def addresses(values) -> ctypes.Array:

@@ -233,6 +233,7 @@ class Warp:
         self.registers: dict[str, np.ndarray] = {}
         self.places = np.zeros(32, np.int64)
         self.alive = np.ones(32, bool)
+        self.ended = False  # none is alive
         self.waiting = None  # () -> whether it may go on
         self.why = ""
         self.products, self.stores, self.tensor = Started(), Started(), Started()
@@ -292,7 +293,7 @@ class Machine:
         self.copies: list = []  # on their way: functions that finish one
         self.cluster_arrived, self.cluster_phase = 0, 0
         while True:
-            running = [w for w in warps if w.alive.any()]
+            running = [w for w in warps if not w.ended]
             ready = [w for w in running if w.waiting is None or w.waiting()]
             loose = [started for w in warps for started in (w.products, w.stores, w.tensor) if started.operations]
             if not running and not self.copies and not loose:
@@ -319,7 +320,7 @@ class Machine:
         code, jumps, place = self.program.code, self.jumps, None  # a number while all lanes are there, which is what takes the time
         for _ in range(steps):
             if place is None:
-                if not warp.alive.any():
+                if warp.ended:
                     return
                 here = int(warp.places[warp.alive].min())
                 mask = warp.alive & (warp.places == here)
@@ -455,11 +456,16 @@ class Machine:
 
     def find(self, instruction: Instruction):
         """The function (warp, active lanes) that does it."""
-        opcode = instruction.opcode
-        for pattern, make in self.TABLE:
-            if match := re.fullmatch(pattern, opcode):
-                return make(self, instruction, *match.groups())
-        raise PtxError(f"line {instruction.line}: an instruction that is not known here: {opcode}")
+        make, groups = self.known(instruction.opcode)
+        if make is None:
+            raise PtxError(f"line {instruction.line}: an instruction that is not known here: {instruction.opcode}")
+        return make(self, instruction, *groups)
+
+    @classmethod
+    @functools.cache
+    def known(cls, opcode: str) -> tuple:
+        """TABLE's entry for it and what its pattern says of it: a kernel has thousands of instructions and some dozen opcodes."""
+        return next(((make, match.groups()) for pattern, make in cls.TABLE if (match := re.fullmatch(pattern, opcode))), (None, ()))
 
     def arithmetic(self, instruction: Instruction, name: str, kind: str):
         numpy_kind = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "u64": np.uint64, "b64": np.uint64,
@@ -575,6 +581,7 @@ class Machine:
     def end(self, instruction: Instruction):
         def do(warp, mask):
             warp.alive &= ~mask
+            warp.ended = not warp.alive.any()
         return do
 
     def nothing(self, instruction: Instruction):
@@ -625,7 +632,7 @@ class Machine:
                 data, index = self.global_bytes(places, not loads)
             else:
                 block, _ = self.shared(warp, int(addresses[0]))
-                if any(self.shared(warp, int(a))[0] is not block for a in addresses):
+                if (addresses >> RANK_BIT != block.rank).any():
                     raise PtxError("one instruction, shared memory of several blocks")
                 index = places & OFFSET
             if loads:
