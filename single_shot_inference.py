@@ -24,7 +24,7 @@ from pathlib import Path
 # torch and the layers are imported where they are first used: --help and argument errors answer at once.
 from dsv4.answer import Answer
 from dsv4.arguments import OneLineParser, gibibytes, layer_counts, layer_range, machine, output_file, token_ids, whole
-from dsv4.errors import UserError
+from dsv4.errors import UserError, in_words
 from dsv4.terminal import Interrupt, progress_bar, read_text, say
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "tiny"
@@ -571,16 +571,11 @@ def main(argv: list[str] | None = None) -> int:
         code = work(args)
         sys.stdout.flush()
         return code
-    except UserError as error:
-        say(f"error: {error}")
-        return error.exit_code
+    except (UserError, ModuleNotFoundError) as error:
+        say(f"error: {in_words(error)}")
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         return 130
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("dsv4", "encoding", ""):  # ours: a mistake here, and no package that is missing
-            raise
-        say(f"error: expected the Python package {error.name}, found none in {sys.executable}: make demo, or pip install -e .")
-        return 1
     except OSError as error:  # every other file is handled where it is opened: this is standard output
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not fail on it again
