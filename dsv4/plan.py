@@ -191,7 +191,7 @@ class Planner:
         ways += [f"--layers {layers.start}:{layers.stop}"] if layers else []
         ways += [f"--stream-weights {stream}"] if stream else []
         if not ways:
-            return "nothing smaller fits: more memory is needed, by a larger --memory or another device"
+            return "nothing smaller fits: more memory is needed (another device, or a larger --memory where it was given)"
         return "it fits with " + ", or with ".join(ways)
 
     @cached_property

@@ -384,10 +384,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help=f"prompts that ask for a sentence {', '.join(map(str, DISTANCES))} tokens back, each (default: 32)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    source = "--preset" if args.preset else "--model"
-    for flag, given in (("--questions", args.questions), ("--recall", args.recall)):
-        if given is not None and (args.preset or args.model):
-            parser.error(f"{flag}: expected no {source}, whose layers are compared on tokens, not on answers")
+    if args.preset or args.model:
+        for flag in ("questions", "recall"):
+            if getattr(args, flag) is not None:
+                source = "--preset" if args.preset else "--model"
+                parser.error(f"--{flag}: expected no {source}, whose layers are compared on tokens, not on answers")
+    else:
+        for flag in ("format", "layers", "prompt", "prompt_ids", "seed", "device"):
+            if getattr(args, flag) != parser.get_default(flag):
+                parser.error(f"--{flag.replace('_', '-')}: expected --model or --preset with it: without, the bundled checkpoint's answers "
+                             "are compared, on the CPU")
     return args
 
 

@@ -302,16 +302,19 @@ def layer(device: torch.device, preset: str, number: int | None, format: str = "
             numbers["overlap"] = min(overlap for overlap, _ in choices)
         yield row("right", f"{name}: {operation}", source_of(operation), wrong="; ".join(wrong) or None, **numbers)
     if number is not None:
-        ends, choices = [r for r in rows if r.stage == "streams"], [r.runs[RUNS[1]] for r in rows]
+        ends = [r for r in rows if r.stage == "streams"]
         same, own = (min(r.runs[run].cosine for r in ends) for run in RUNS)
-        overlaps = [c.overlap for c in choices if isinstance(c, Overlap)]
+        overlaps = {r.stage: 1.0 for r in rows if isinstance(r.runs[RUNS[1]], Overlap)}  # of entries, of experts
+        for r in rows:
+            if r.stage in overlaps:
+                overlaps[r.stage] = min(overlaps[r.stage], r.runs[RUNS[1]].overlap)
         # What was chosen otherwise, by inputs that differ in their last bits, is at most its own part of the output.
-        least = ACCUMULATED - sum(1 - overlap for overlap in overlaps)
-        fine = same >= COSINE and own >= least and min(overlaps, default=1.0) >= OVERLAP
+        least, fewest = ACCUMULATED - sum(1 - overlap for overlap in overlaps.values()), min(overlaps.values(), default=1.0)
+        fine = same >= COSINE and own >= least and fewest >= OVERLAP
         found = f"cosine {same:.6f} and, with kernels' inputs, {own:.6f}"
-        found += f" with {min(overlaps):.4f} of the choices" if overlaps else ""
+        found += f" with {fewest:.4f} of the choices" if overlaps else ""
         yield row("layer", name, wrong=None if fine else found, cosine=same, cosine_accumulated=own,
-                  **({"overlap_accumulated": min(overlaps)} if overlaps else {}))
+                  **({"overlap_accumulated": fewest} if overlaps else {}))
 
 
 def quantisers(device: torch.device, preset: str, tokens: Iterable[int]) -> Iterator[dict]:

@@ -149,3 +149,10 @@ def test_answers_are_the_bundled_checkpoints_alone(capsys, flag):
         compare_activations.main(["--preset", "tiny", flag, "5"])
     assert exit.value.code == 2
     assert f"error: {flag}: expected no --preset, whose layers are compared on tokens, not on answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--layers", "0:1"], ["--prompt-ids", "1,2"], ["--device", "cuda:0"], ["--seed", "3"]])
+def test_layers_are_a_models(capsys, argv):
+    with pytest.raises(SystemExit) as exit:
+        compare_activations.main(argv)
+    assert exit.value.code == 2 and f"error: {argv[0]}: expected --model or --preset with it" in capsys.readouterr().err

@@ -296,10 +296,11 @@ def test_a_wrong_kernel_of_a_layer_fails_and_no_other(monkeypatch, operation, de
     assert set().union(*found.values()) == {"pass"} and {"linear", "router", "index_scores", "select_entries", "mhc_pre"} <= found.keys()
 
 
-@pytest.mark.parametrize("noise, fine", [(0.005, True), (0.2, False)])
-def test_near_ties_that_inputs_turn_are_at_most_their_part_of_a_layer(monkeypatch, noise, fine):
+@pytest.mark.parametrize("number, noise, fine", [(4, 0.005, True), (4, 0.2, False), (0, 0.2, False)])
+def test_near_ties_that_inputs_turn_are_at_most_their_part_of_a_layer(monkeypatch, number, noise, fine):
     """Inputs that are off by half a percent turn some choices of entries and experts, so that the layer is off by more than they are
-    without any kernel being wrong; an H200 had 6e-3 where a learned router follows CSA. A fifth turns too many."""
+    without any kernel being wrong; an H200 had 6e-3 where a learned router follows CSA. A fifth turns too many, and where nothing is
+    chosen (SWA with hashed experts) has no excuse."""
     draw = torch.Generator().manual_seed(7)
 
     def noisy(*a, **k):
@@ -308,9 +309,12 @@ def test_near_ties_that_inputs_turn_are_at_most_their_part_of_a_layer(monkeypatc
 
     monkeypatch.setattr(light_checks, "implementations", lambda _: {"mhc_pre": noisy})
     monkeypatch.setattr(light_checks, "prepare", lambda _: None)
-    *_, whole = light_checks.layer(CPU, "tiny", 4, past=640, prompt=60, decode=4)
-    assert whole["kernel"] is None and whole["cosine_accumulated"] < 0.999 and whole["overlap_accumulated"] < 1
-    assert whole["verdict"] == ("pass" if fine else "fail") and fine == (whole["overlap_accumulated"] >= 0.95)
+    *_, whole = light_checks.layer(CPU, "tiny", number, past=640, prompt=60, decode=4)
+    assert whole["kernel"] is None and whole["cosine_accumulated"] < 0.999 and whole["verdict"] == ("pass" if fine else "fail")
+    if number:
+        assert whole["overlap_accumulated"] < 1 and fine == (whole["overlap_accumulated"] >= 0.95)
+    else:
+        assert whole["overlap_accumulated"] == 1
 
 
 def test_streams_differ_so_that_a_transposed_comb_shows(monkeypatch):

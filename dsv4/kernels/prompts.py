@@ -216,8 +216,8 @@ def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: 
     E, D = len(experts.factors) - 1, experts.columns
     expect(1 <= k <= MAX_SLOTS and x.shape == (S, D) and weights.shape == chosen.shape and D % 8 == experts.inner % 8 == 0
            and E <= MAX_MATRICES and x.dtype == torch.bfloat16 and chosen.dtype == torch.int32 and weights.dtype == torch.float32, "moe",
-           f"x [S, {D}] in bf16, chosen [S, k] in int32 and weights [S, k] in fp32, widths multiples of 8", x=x, chosen=chosen,
-           weights=weights)
+           f"x [S, {D}] in bf16, chosen [S, k] in int32 and weights [S, k] in fp32, k up to {MAX_SLOTS}, widths multiples of 8", x=x,
+           chosen=chosen, weights=weights)
     if not S:
         return torch.empty_like(x)
     routing = route(chosen, weights, E)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4 import formats, ops
-from dsv4.errors import UserError
+from dsv4.errors import KernelError, UserError
 from dsv4.kernels import experts as module
 from dsv4.ops.experts import Expert, Experts, moe_ref
 
@@ -227,6 +227,14 @@ def test_what_cannot_be_packed(rng):
     for wrong in ([], experts[:1] * 385):
         with pytest.raises(UserError, match=f"pack_experts: expected 1 to 384 experts, found {len(wrong)}"):
             module.pack_experts(wrong, shared)
+
+
+def test_a_table_of_items_that_leaves_no_room_is_refused(rng):
+    """64 distinct experts of 27 items each, and the shared one's: no number of blocks makes a tile's table smaller."""
+    packed = module.pack_experts([expert(rng, 16, 3336, "plain")] * 64, expert(rng, 16, 3336, "plain"))
+    chosen = torch.arange(64, dtype=torch.int32).view(8, 8)
+    with pytest.raises(KernelError, match="moe: expected the kernel to launch, found CUDA error 1"):
+        run(torch.zeros(8, 16).bfloat16(), packed, chosen, torch.ones(8, 8))
 
 
 def test_what_the_kernel_does_not_take(rng):

@@ -122,7 +122,7 @@ def test_parts_are_added_in_their_order(rng, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["nvfp4", "plain"])
 def test_parts_of_every_result(rng, monkeypatch, kind):
-    """fp32 rows of any number of columns, groups, and SwiGLU (the shared expert's; routed ones are not cut)."""
+    """fp32 rows of any number of columns, groups, and SwiGLU (the shared expert's; of several routed ones none is cut)."""
     in_parts(monkeypatch, 3)
     weight, x = any_weight(rng, kind, 19, 1024), tokens(rng, 70, 1024)
     with emulated():

@@ -15,12 +15,12 @@
 // the ring before the wait, while the router runs. The choice is looked up by one warp while the others multiply these. `up` launches `down`
 // only behind its own wait, so that `down` may read the choice, and have those experts' weights on the way, while `up` ends.
 // A warp of `down` has 8 items between two of its own, so mostly another expert each time: what they are is worked out once, in a table of
-// a tile's items. Instructions count: FP4 takes about as long to expand as to arrive, and what `down` does between two products was a third
-// of its 805 an item; at about 640 the same experts of Flash took 31.7 us instead of 33.3 (docs/measurements.md).
+// a tile's items. Instructions count: FP4 takes about as long to expand as to arrive, and of the 805 an item that `down` had, 532 are the
+// product's; with some 110 beside these, by count, the same experts of Flash took 31.9 us instead of 33.3 (docs/measurements.md).
 // Memory for many tokens' sums is bounded by rounds over the chosen experts' tiles; one token has one round.
 //
 // Bytes, one token (NVFP4 experts, FP8 shared): Pro up 192.8 MB, 42.8 us at 4.5 TB/s, and down 96.3, 21.4; Flash 73.4 and 36.7 MB.
-// Measured on an H200, the experts alone: Pro 37.9 + 22.2 us (docs/measurements.md).
+// Measured on an H200, the experts alone: Pro 37.8 + 22.4 us (docs/measurements.md).
 // One launch for both, with a barrier of all blocks between (the ring full of w2 meanwhile), was tried: 63.1 us where two were 62.7.
 // What is there early is not used up faster, and the barrier waits for the slowest block, 5 us behind the median.
 #include "stream.cuh"
@@ -465,8 +465,8 @@ template <bool kDown> static bool fits(Plan& plan) {
 
 // Starts `blocks` blocks, or fewer where there are fewer tiles, or more where a block's tiles would be too many for its memory.
 template <bool kDown> static cudaError_t launch(Plan plan, int blocks, cudaStream_t stream) {
-    plan.blocks = min(blocks, plan.tiles);
-    while (!fits<kDown>(plan)) plan.blocks++;  // one tile a block always fits
+    for (plan.blocks = min(blocks, plan.tiles); !fits<kDown>(plan); plan.blocks++)
+        if (plan.blocks >= plan.tiles) return cudaErrorInvalidValue;  // a tile's table of items alone leaves no room for its sums
     LAUNCH(moe_kernel<kDown>, dim3(plan.blocks), dim3(kThreads), plan.rest_at + plan.rest.bytes(), stream, plan);
     return cudaGetLastError();
 }
@@ -480,7 +480,8 @@ static Matrix matrix(const void* data, int format, int tiles, int columns) {
 // x [tokens, columns] bf16; up_* and down_*: packed w1 with w3 [inner, columns] and w2 [columns, inner] (packing.py), one expert after the
 // other; factors [experts + 1, 3] fp32 of w1, w3, w2; chosen [tokens, top_k] int32, weights [tokens, top_k] fp32; hidden [tokens * (1 +
 // top_k) + 1, inner] bf16 (workspace) -> out [parts, tokens, columns] fp32: 4 parts, or 2 if w2 has no more tiles than there are blocks.
-// tokens and top_k 1 to 8; columns and inner multiples of 8. blocks: how many run at once.
+// tokens and top_k 1 to 8; columns and inner multiples of 8. A tile of w2 has a table of its items, 16 bytes each for the shared and all
+// chosen experts, of about 16 KB at most: with 8 tokens and top_k 8, inner up to 2,304 in bf16 beside NVFP4, 9,216 in NVFP4. blocks: how many run at once.
 extern "C" int moe(const void* x, const void* up_shared, const void* up_routed, const void* down_shared, const void* down_routed,
                    const float* factors, const int* chosen, const float* weights, void* hidden, float* out, int tokens, int columns,
                    int inner, int experts, int top_k, int up_shared_format, int up_routed_format, int down_shared_format,

@@ -21,7 +21,7 @@
 //
 // Instructions a warp for 64 columns of NVFP4: 32 to expand, 16 multiplications by scales, 4 to make these, 1.5 loads, about 45 around, for
 // 4 products that take 512 cycles with 256 tokens and 64 with 32 (two warps share a scheduler and its tensor core). Measured on an H200: 96
-// to 101 % of torch's bf16 rate where tiles of 256 tokens fill the GPU; but narrower ones take 1,020 cycles a chunk with 128 tokens and 470
+// to 101 % of torch's bf16 rate where tiles of 256 tokens fill the GPU; but narrower ones take 1,070 cycles a chunk with 128 tokens and 540
 // with 32, as ptxas puts all that expands a chunk behind the fourth product of the one before, and it hides behind that one alone. Expanding
 // the next product's weights behind each product, which ptxas cannot move, was slower: 91 to 96 % with 256 tokens, and 1,130 and 556 cycles
 // with 128 and 32 (docs/measurements.md). What is left to try: two blocks an SM for narrow tiles, one of which multiplies while the other
