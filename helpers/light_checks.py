@@ -304,10 +304,10 @@ def layer(device: torch.device, preset: str, number: int | None, format: str = "
     if number is not None:
         ends = [r for r in rows if r.stage == "streams"]
         same, own = (min(r.runs[run].cosine for r in ends) for run in RUNS)
-        overlaps = {r.stage: 1.0 for r in rows if isinstance(r.runs[RUNS[1]], Overlap)}  # of entries, of experts
+        overlaps: dict[str, float] = {}  # of entries, of experts
         for r in rows:
-            if r.stage in overlaps:
-                overlaps[r.stage] = min(overlaps[r.stage], r.runs[RUNS[1]].overlap)
+            if isinstance(own_choices := r.runs[RUNS[1]], Overlap):
+                overlaps[r.stage] = min(overlaps.get(r.stage, 1.0), own_choices.overlap)
         # What was chosen otherwise, by inputs that differ in their last bits, is at most its own part of the output.
         least, fewest = ACCUMULATED - sum(1 - overlap for overlap in overlaps.values()), min(overlaps.values(), default=1.0)
         fine = same >= COSINE and own >= least and fewest >= OVERLAP

@@ -26,7 +26,7 @@ BLOCK_ROWS, MAX_MATRICES = 128, 384  # cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
 # Parts along K: a step of 1,024 tokens is 16 tiles of 64, which with 8 rows of tiles or of their parts makes 128 for an H200's 132
-# processors; a part of less than 1,024 columns (3 us with 64 tokens) would take less than to add it up.
+# processors; a part of less than 1,024 columns (5 us with 64 tokens) would not be worth its end (2.7 us for two, docs/measurements.md).
 _SPREAD, _PART_COLUMNS = 8, 1024
 # Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns, by the tile's width (that of
 # 64 is from a loop that took 5 % more); of storing, a token. Of the end of a part, predicted and within 10 % of two measured ones: its sums

@@ -141,7 +141,7 @@ def test_parts_of_every_result(rng, monkeypatch, kind):
     assert_as_good(moe(x, experts.pack_experts(*parts), chosen, weights), x, *parts, chosen, weights)
 
 
-# us of each width of tile on an H200 (bench_prompts.py --sweep, 2026-11-30; with a loop that is 4 to 7 % slower for all of them).
+# us of each width of tile on an H200 (bench_prompts.py --sweep, 2026-11-30; with a loop that was 2 to 10 % slower).
 MEASURED = {
     "pro wq_a, 1024": (1024, 7168, 1536, {256: 72.8, 192: 67.0, 128: 63.8, 96: 53.9, 64: 83.0, 32: 94.3}),
     "pro wq_a, 4096": (4096, 7168, 1536, {256: 157.9, 192: 143.4, 128: 200.0, 96: 221.1, 64: 261.9, 32: 392.0}),
