@@ -480,7 +480,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--past", metavar="N", type=whole(0), default=0,
                         help="this many positions before the prompt, a multiple of 128, have random keys (default: 0)")
     parser.add_argument("--seed", type=whole(0), default=0)
-    parser.add_argument("--device", default="auto", help="default: the first GPU")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--limit", type=number(0, 1), default=0.9999, help="least cosine for the same input (default: 0.9999)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; takes matplotlib")

@@ -160,6 +160,12 @@ def test_limits_and_formats_that_are_refused(monkeypatch, capsys):
     assert "found f32: its weights are fp32, which the kernels' bf16 does not hold" in error
 
 
+def test_the_first_gpu_is_the_one_that_nobody_names(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runtime.resolve_device(compare_layers.parse([]).device) == torch.device("cuda", 0)
+
+
 def test_the_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install 'dsv4[plot]'")
     monkeypatch.setattr(kernels, "wrappers", stand_ins)

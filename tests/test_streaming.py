@@ -555,7 +555,7 @@ def test_more_memory_than_there_is_changes_nothing(run, monkeypatch):  # noqa: F
 
 
 @pytest.mark.parametrize("argv, code, words", [
-    (["--stream-weights", "host", "a"], 2, "--stream-weights host: expected GPUs, found cpu, whose memory is the host's: use "),
+    (["--stream-weights", "host", "--devices", "cpu", "a"], 2, "expected GPUs, found cpu, whose memory is the host's: use "),
     (["--stream-weights", "disk", "--synthetic", "tiny", "--prompt-ids", "1"], 2, "expected a checkpoint's files, found weights that are"),
     (["--stream-weights", "tape", "a"], 2, "--stream-weights: invalid choice: 'tape'"),
     (["--memory", "0", "a"], 2, "--memory: expected a number of GiB above 0, such as 40 or 0.5, found '0'"),

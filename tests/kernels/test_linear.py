@@ -290,6 +290,11 @@ def test_real_launches_are_dealt_evenly(name, blocks):
         assert worst < (1.04 if blocks == 264 or schedule.parts == 2 else 1.19), worst
 
 
+def test_what_is_not_worth_two_parts():
+    """Pro's wq_b on an H200: 16 tiles in the largest block, 15.5 in the mean."""
+    assert linear._schedule(segments(*PRO["wq_b"]), 264, True).parts == 1
+
+
 def test_deals_of_any_size(rng):
     for n in range(300):
         count = int(torch.randint(1, 9, (1,), generator=rng)) if n % 2 else 1

@@ -8,15 +8,17 @@
 // blocks, so 2 for some, 18 % above the mean: 5 of 33 us. Clusters of blocks that add up in each other's shared memory were tried instead:
 // on an H200 they cost 2 us (2 blocks) to 12 (4 blocks, of which 66 clusters do not fit at once).
 //
-// Reads every weight once. Measured on an H200: bytes / 4.6 TB/s + 3.5 us, of which 1 us is the end of a block (its pieces, and code that
-// is in no cache yet) and 1 the start of the next; 4.2 us with nothing to read. Instructions a lane and item: 470 (FP4), 230 (FP8), 24
-// (bf16), and about 75 around them. x is read through L1 for every tile. At most 112 registers, so that the blocks of a small kernel behind
-// this one find room beside two of these.
+// Reads every weight once. Measured on an H200: bytes / 4.6 TB/s + 3.5 us (2.5 up to 60 MB, with two slots), of which 1 us is the end of a
+// block (its pieces, and code that is in no cache yet) and 1 the start of the next; 4.2 us with nothing to read. Instructions a lane and
+// item: 470 (FP4), 230 (FP8), 24 (bf16), and about 75 around them. x is read through L1 for every tile. At most 112 registers, so that the
+// blocks of a small kernel behind this one find room beside two of these.
 #include <cstring>
 
 #include "stream.cuh"
 
 constexpr int kMaxSegments = 8, kMaxBlocks = 320;
+constexpr int kEach = 2;                // rows of a tile that a thread adds up and writes; 4 are no faster with 8 tokens, slower with one
+constexpr int kFewItems = 7 * kWarps;   // of a block: about 60 MB in all
 
 // One weight of the launch: `weights` is a byte offset; `first_tile`, `first_item` are its place in the launch, `out` the output columns
 // before it.
@@ -32,6 +34,7 @@ struct Plan {
     void* out;
     Layout layout;
     int columns, x_stride, group_tiles, bfloat16, parts, segments;  // group_tiles: tiles that share an x; 0: all
+    bool whole_vectors;                                             // of kEach values: all rows are multiples of it
     int64_t part;                                                   // values of out from one part to the next
     Segment segment[kMaxSegments + 1];                              // behind the last one, the ends of the counts
     int first_item[kMaxBlocks + 1];                                 // of a block
@@ -116,6 +119,14 @@ __device__ __forceinline__ const Segment& segment_of(const Plan& plan, int tile)
     return plan.segment[i];
 }
 
+// Stores the sums of neighbouring rows, of which there are `left`, as one where that can be done.
+template <class T> __device__ __forceinline__ void write(const Plan& plan, T* to, int left, const float (&sum)[kEach]) {
+    if (plan.whole_vectors && left > 0) return store(to, sum);
+#pragma unroll
+    for (int j = 0; j < kEach; j++)
+        if (j < left) round_to(sum[j], to[j]);
+}
+
 __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan) {
     DYN_SMEM(char, memory);
     const Layout& layout = plan.layout;
@@ -142,23 +153,26 @@ __global__ void __maxnreg__(112) linear_kernel(const __grid_constant__ Plan plan
             stream.multiply<2, true>(s.format, plan.columns % item_columns(s.format) == 0, source);
         }
         __syncthreads();
-        // 16 threads write a tile's rows for one token. Short: the code is in no cache yet, and the kernel ends with its slowest block.
-        const int row = threadIdx.x % kRows, count = min(layout.pieces, tiles_end - first) * layout.tokens;
-        for (int i = threadIdx.x / kRows; i < count; i += kThreads / kRows) {
+        // 8 threads write a tile's rows for one token. Short: the code is in no cache yet, and the kernel ends with its slowest block.
+        const int row = threadIdx.x % (kRows / kEach) * kEach, count = min(layout.pieces, tiles_end - first) * layout.tokens;
+        for (int i = threadIdx.x / (kRows / kEach); i < count; i += kThreads / (kRows / kEach)) {
             const int index = layout.tokens == 1 ? i : i / layout.tokens, token = i - index * layout.tokens, tile = first + index;
             const Segment& s = segment_of(plan, tile);
             const int of_segment = tile - s.first_tile, row_out = of_segment * kRows + row;
             const int place = s.first_item + of_segment * s.items - begin, next = place + s.items;  // of its items, counted as the block's
-            const float sum = layout.piece_sum(memory, index, token * kRows + row, max(place, 0), min(next, end - begin)) * s.factor;
+            float sum[kEach];
+            layout.piece_sum(sum, memory, index, token * kRows + row, max(place, 0), min(next, end - begin));
+#pragma unroll
+            for (int j = 0; j < kEach; j++) sum[j] *= s.factor;
             const int64_t to = int64_t(s.out) * layout.tokens + int64_t(token) * s.rows + row_out;
-            if (row_out >= s.rows) continue;
             if (plan.bfloat16) {
-                static_cast<__nv_bfloat16*>(plan.out)[to] = __float2bfloat16_rn(sum);
+                write(plan, static_cast<__nv_bfloat16*>(plan.out) + to, s.rows - row_out, sum);
                 continue;
             }
             float* out = static_cast<float*>(plan.out) + to;
-            out[place < 0 ? plan.part : 0] = sum;
-            if (plan.parts == 2 && place >= 0 && next <= end - begin) out[plan.part] = 0.0f;
+            write(plan, out + (place < 0 ? plan.part : 0), s.rows - row_out, sum);
+            constexpr float kNone[kEach] = {};
+            if (plan.parts == 2 && place >= 0 && next <= end - begin) write(plan, out + plan.part, s.rows - row_out, kNone);
         }
         if (first + layout.pieces < tiles_end) __syncthreads();  // before the pieces are overwritten
     }
@@ -177,10 +191,12 @@ extern "C" int linear(const void* x, const void* weights, const int64_t* table, 
     plan.columns = columns, plan.x_stride = x_stride, plan.group_tiles = group_tiles;
     plan.bfloat16 = bfloat16, plan.parts = parts, plan.segments = segments;
     int item = 0;
+    plan.whole_vectors = true;
     for (int i = 0; i < segments; i++, table += 4) {
         Segment &s = plan.segment[i], &next = plan.segment[i + 1];
         s.weights = table[0], s.format = int(table[1]), s.rows = int(table[2]);
         memcpy(&s.factor, table + 3, sizeof s.factor);
+        plan.whole_vectors &= s.rows % kEach == 0;
         const int tiles = (s.rows + kRows - 1) / kRows;
         s.items = (columns + item_columns(s.format) - 1) / item_columns(s.format);
         next.first_tile = s.first_tile + tiles, next.first_item = s.first_item + tiles * s.items, next.out = s.out + s.rows;
@@ -188,10 +204,14 @@ extern "C" int linear(const void* x, const void* weights, const int64_t* table, 
     }
     plan.part = int64_t(plan.segment[segments].out) * tokens;
     for (int i = 0; i <= blocks; i++) plan.first_item[i] = first_item[i];
-    // Three slots where items are small, L1 need hold little of x, and pieces for all tiles fit beside them; else two, and pieces for as
-    // many tiles as there is room for.
-    plan.layout = {3, (item + 127) / 128 * 128, tiles, tokens};
-    if (item > item_bytes(kFp8) || int64_t(tokens) * columns > 16384 || plan.layout.bytes() > kSharedBytes) plan.layout.depth = 2;
+    // Three slots where a block has many items, these are small, L1 need hold little of x, and pieces for all tiles fit beside them; else
+    // two, and pieces for as many tiles as there is room for. Of few items, blocks that begin early would ask for so many that those which
+    // are late in the launch before wait: on an H200 44 MB took 12.4 us with three slots and 11.9 with two, 60 MB 15.4 and 15.3, 80 MB 21.8
+    // and 22.3.
+    const bool deep = plan.segment[segments].first_item > kFewItems * blocks && item <= item_bytes(kFp8) &&
+                      int64_t(tokens) * columns <= 16384;
+    plan.layout = {deep ? 3 : 2, (item + 127) / 128 * 128, tiles, tokens};
+    if (plan.layout.bytes() > kSharedBytes) plan.layout.depth = 2;
     while (plan.layout.bytes() > kSharedBytes && plan.layout.pieces > 1) plan.layout.pieces--;
     LAUNCH(linear_kernel, dim3(blocks), dim3(kThreads), plan.layout.bytes(), stream, plan);
     return cudaGetLastError();

@@ -229,14 +229,25 @@ struct Layout {
         if (token + 1 < tokens) to[kRows] = sum.total(1), to[kRows + 8] = sum.total(3);
     }
 
-    // Element token * kRows + row of a tile: the sum of the pieces of the warps that had one of its items, which are `first` .. `end` - 1
-    // in the sequence that was dealt; in the order of the warps, after a barrier of the block.
-    __device__ __forceinline__ float piece_sum(char* memory, int index, int element, int first, int end) const {
-        float total = 0.0f;
+    // N elements of a tile from `element`, a multiple of N, on (token * kRows + row): the sums of the pieces of the warps that had one of
+    // its items, which are `first` .. `end` - 1 in the sequence that was dealt; in the order of the warps, after a barrier of the block.
+    template <int N>
+    __device__ __forceinline__ void piece_sum(float (&total)[N], char* memory, int index, int element, int first, int end) const {
 #pragma unroll
-        for (int warp = 0; warp < kWarps; warp++)
-            if (((warp - first) & (kWarps - 1)) < end - first) total += piece(memory, warp, index)[element];
-        return total;
+        for (int j = 0; j < N; j++) total[j] = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; warp++) {
+            if (((warp - first) & (kWarps - 1)) >= end - first) continue;
+            float some[N];
+            load(some, piece(memory, warp, index) + element);
+#pragma unroll
+            for (int j = 0; j < N; j++) total[j] += some[j];
+        }
+    }
+    __device__ __forceinline__ float piece_sum(char* memory, int index, int element, int first, int end) const {
+        float total[1];
+        piece_sum(total, memory, index, element, first, end);
+        return total[0];
     }
 };
 
