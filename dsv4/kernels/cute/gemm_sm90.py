@@ -8,8 +8,10 @@ and 128 of K and one per 128 x 128 of w; the tensor cores sum 128 products (Hopp
 A block of threads is one warp that loads and `rows` / 64 warpgroups that multiply, 64 rows each. The loader brings x and w by TMA into a
 ring of stages, each 128 bytes of K wide (one atom of the 128-byte swizzle: 64 bf16 or 128 e4m3); `full[stage]` says that one has come,
 `empty[stage]` that every reader is done with it. Each warpgroup has a wgmma in flight while it waits for the next stage; with e4m3 it also
-adds the last block's products to its sums meanwhile, which is why these products have two sets of registers. A block goes from tile to
-tile until none is left; while one tile is stored, the next one's stages come.
+adds the last block's products to its sums meanwhile, for which tiles of 128 columns have two sets of registers. Those of 192 have one, and
+leave it to the other warpgroup to multiply meanwhile: they read 104 KB of shared memory and TMA's copies for 1.5 times the products of 80
+KB, and that memory, at 128 bytes a cycle, takes longer than the tensor cores (80 KB: 640 cycles; the products 512). A block goes from tile
+to tile until none is left; while one tile is stored, the next one's stages come.
 
 cluster: blocks one below the other need the same w, so each loads a part of it for all (multicast), which halves what comes from L2. A
 stage is empty when the warpgroups of all of them are done with it.
@@ -25,7 +27,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from .persistent import OUT_BUFFERS, WARP, Persistent, following
-from .tiles import COLUMNS_OUT, SCALE_BLOCK, TURN, Tile
+from .tiles import COLUMNS_OUT, SCALE_BLOCK, SCALE_PART, TURN, Tile
 
 K, SMEM = OperandMajorMode.K, warpgroup.OperandSource.SMEM
 WARPGROUP = 128
@@ -111,7 +113,7 @@ class Gemm(Persistent):
         self.sync_cluster()
 
         k_tiles = cute.ceil_div(cute.ceil_div(x.shape[1], tile.depth), tile.split)  # of this block; beyond K, TMA brings zeros
-        if const_expr(self.scaled):
+        if const_expr(tile.in_turns):
             k_tiles = cute.round_up(k_tiles, TURN)
         first_k = rank * k_tiles if const_expr(tile.split > 1) else Int32(0)
         rows_down, per_batch = self.extent(out)
@@ -135,9 +137,12 @@ class Gemm(Persistent):
             stage, phase = Int32(0), Int32(0)
             for t in cutlass.range(first, last, step):
                 down, across, batch = self.place(t, rows_down, per_batch, rank)
-                if const_expr(self.scaled):
+                if const_expr(tile.in_turns):
                     stage, phase = self.multiply_scaled(a, b, sums, s_scale, w_scale, full, empty, stage, phase, first_k, k_tiles,
                                                         across * tile.columns // SCALE_BLOCK, thread)
+                elif const_expr(self.scaled):
+                    stage, phase = self.multiply_scaled_wide(a, b, sums, s_scale, w_scale, full, empty, stage, phase, first_k, k_tiles,
+                                                             across * (tile.columns // SCALE_PART), thread)
                 else:
                     stage, phase = self.multiply(a, b, sums, full, empty, stage, phase, k_tiles, thread)
                 if const_expr(tile.split == 1):
@@ -284,6 +289,43 @@ class Gemm(Persistent):
         """A thread's values come in fours: two neighbours of its row, then two of the row 8 below."""
         for i in range_constexpr(cute.size(sums)):
             sums[i] = sums[i] + products[i] * scales[i // 2 % 2]
+
+    @cute.jit
+    def multiply_scaled_wide(self, a: cute.Tensor, b: cute.Tensor, sums: cute.Tensor, s_scale: cute.Tensor, w_scale: cute.Tensor,
+                             full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, first_k: Int32, k_tiles: Int32,
+                             first_part: Int32, thread: Int32):
+        """The same for a tile whose columns meet several scales of the weight, and of which there is one set of products: while a warpgroup
+        adds a block's to its sums, the other one multiplies."""
+        row = thread // WARP * 16 + thread % WARP // 4  # a thread holds values of this row and of the one 8 below
+        products = cute.make_rmem_tensor(sums.shape, Float32)
+        parts = self.tile.columns // SCALE_PART
+        of_w, of_x = cute.make_rmem_tensor(parts, Float32), cute.make_rmem_tensor(2, Float32)
+        self.read_part_scales(of_w, w_scale, first_part, first_k)
+        sums.fill(0.0)
+        for i in cutlass.range(0, k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            self.issue(a, b, products, stage, True)
+            scales = cute.make_rmem_tensor((parts, 2), Float32)
+            for half in range_constexpr(2):
+                of_x[half] = s_scale[row + 8 * half, 0, stage]
+            for part in range_constexpr(parts):
+                for half in range_constexpr(2):
+                    scales[part, half] = of_x[half] * of_w[part]
+            self.read_part_scales(of_w, w_scale, first_part, first_k + i + 1)  # they come while this block is multiplied
+            warpgroup.wait_group(0)
+            self.release(empty, stage, thread)
+            for n in range_constexpr(cute.size(sums)):  # in fours: two neighbours of its row, then two of the row 8 below
+                sums[n] = sums[n] + products[n] * scales[8 * (n // 4) // SCALE_PART, n // 2 % 2]
+            stage, phase = following(stage, phase, self.tile.stages)
+        return stage, phase
+
+    @cute.jit
+    def read_part_scales(self, of_w: cute.Tensor, w_scale: cute.Tensor, first_part: Int32, block: Int32):
+        """The weight's scales of the tile's columns for a block of K; beyond both as above."""
+        block = cutlass.min(block, w_scale.shape[1] - 1)
+        for part in range_constexpr(self.tile.columns // SCALE_PART):
+            row = (first_part + part) // (SCALE_BLOCK // SCALE_PART)
+            of_w[part] = w_scale[cutlass.min(row, w_scale.shape[0] - 1), block]
 
     # ------------------------------------------------------------------------------------------------------------- store
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 DSL = "4.8.1"  # nvidia-cutlass-dsl; pyproject.toml pins the same
 SCALE_BLOCK = 128  # e4m3: values of K, and rows of the weight, to a scale
+SCALE_PART = 64  # e4m3: columns of a tile of 192 that have one scale of the weight, wherever it lies
 COLUMNS_OUT = 64  # of the output, stored at a time: 128 bytes
 STAGE_WIDTH = 128  # bytes of K in a stage
 SHARED_BYTES = 227 << 10  # that a block can have, on Hopper and on Blackwell
@@ -15,8 +16,8 @@ STEPS = 4  # nvfp4: products of 64 values of K in a stage
 TENSOR_COLUMNS = 512  # nvfp4: of tensor memory
 NVFP4_KINDS = "nvfp4", "nvfp4_grouped", "nvfp4_swiglu"  # one product; one an expert; the same with SwiGLU behind it
 ARCHITECTURES = {"bf16": ("sm_90a",), "e4m3": ("sm_90a",), **dict.fromkeys(NVFP4_KINDS, ("sm_100a", "sm_103a"))}  # of each kind
-BITS = {"bf16": 16, "e4m3": 8, **dict.fromkeys(NVFP4_KINDS, 4)}  # of a value
 TURN = 4  # e4m3: stages between two moments without a product in flight (gemm_sm90.py says why)
+BITS = {"bf16": 16, "e4m3": 8, **dict.fromkeys(NVFP4_KINDS, 4)}  # of a value
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Tile:
     def grouped(self) -> bool:
         """Whether there is a product an expert, of as many tokens as chose it."""
         return self.nvfp4 and self.kind != "nvfp4"
+
+    @property
+    def in_turns(self) -> bool:
+        """e4m3: whether a warpgroup has registers for two sets of products, and goes through K in turns of TURN stages."""
+        return self.kind == "e4m3" and self.columns == SCALE_BLOCK
 
     @property
     def depth(self) -> int:
@@ -82,11 +88,11 @@ class Tile:
     def block_stages(self, k: int) -> int:
         """Stages that one block goes through for a tile. Those beyond K bring zeros."""
         stages = -(-k // (self.depth * self.split))
-        return -(-stages // TURN) * TURN if self.kind == "e4m3" else stages
+        return -(-stages // TURN) * TURN if self.in_turns else stages
 
 
 def _tiles() -> tuple[Tile, ...]:
-    whole = {"bf16": ((128, 256), (128, 192), (128, 128), (64, 128)), "e4m3": ((128, 128), (64, 128))}
+    whole = {"bf16": ((128, 256), (128, 192), (128, 128), (64, 128)), "e4m3": ((128, 192), (128, 128), (64, 128))}
     found = []
     for kind, sizes in whole.items():
         for size in sizes:

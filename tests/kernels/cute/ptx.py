@@ -481,6 +481,7 @@ class Machine:
             "div": lambda a, b: np.trunc(a.astype(np.float64) / b).astype(numpy_kind), "rem": lambda a, b: np.fmod(a, b),
             "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
             "shl": shift(lambda a, b: a << b), "shr": lambda a, b: a >> np.minimum(b, a.dtype.itemsize * 8 - 1).astype(a.dtype),
+            "shf.l.wrap": lambda low, high, n: (high << (n & 31)) | (low.astype(np.uint64) >> (32 - (n & 31))).astype(np.uint32),
             "not": np.logical_not if kind == "pred" else np.invert, "mov": lambda a: a,
             "fma.rn": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32), "fma.rm": fma_down,
             "div.rn": lambda a, b: a / b, "rcp.rn": lambda a: np.float32(1) / a,
@@ -1042,7 +1043,7 @@ class Machine:
         return E4M3[raw]
 
     TABLE = [
-        (r"(add|sub|mul\.lo|mul\.hi|mul\.wide|mad\.lo|div|rem|neg|min|max|and|or|xor|shl|shr|not|mul|fma\.rn)"
+        (r"(add|sub|mul\.lo|mul\.hi|mul\.wide|mad\.lo|div|rem|neg|min|max|and|or|xor|shl|shr|shf\.l\.wrap|not|mul|fma\.rn)"
          r"\.(s32|u32|b32|s64|u64|b64|f32|pred)", arithmetic),
         (r"(fma\.rm|div\.rn|rcp\.rn|ex2\.approx\.ftz|cvt\.sat\.f32)\.(f32)", arithmetic),
         (r"mov\.(b16|b32|u32|b64|u64|f32|pred)", move),

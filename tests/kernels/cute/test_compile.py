@@ -10,7 +10,7 @@ import torch
 
 from dsv4.kernels.cute import build
 from dsv4.kernels.cute.gemm import KERNELS
-from dsv4.kernels.cute.tiles import ARCHITECTURES, COLUMNS_OUT, STEPS, TILES, TURN
+from dsv4.kernels.cute.tiles import ARCHITECTURES, COLUMNS_OUT, SCALE_PART, STEPS, TILES, TURN
 from dsv4.kernels.launch import OUT, Kernel
 
 from ...emulator.emulator import machine, needs_gxx
@@ -69,7 +69,7 @@ def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
 
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.([\w.]+)", ptx)
     assert set(products) == {INSTRUCTION[tile.kind].format(tile.columns)}
-    assert len(products) == (4 if tile.kind == "bf16" else 4 * TURN)  # a stage is 4 instructions wide
+    assert len(products) == 4 * (TURN if tile.in_turns else 1)  # a stage is 4 instructions wide
 
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::(\w+)\.global\S*", ptx)
     multicast = len(re.findall(r"cp\.async\.bulk\.tensor\S*multicast::cluster", ptx))
@@ -80,7 +80,7 @@ def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
     assert f", {tile.stage_bytes};" in ptx  # what a stage's barrier expects
 
     # Operands and output pass through the copy engine alone; e4m3 reads the weight's scales, split blocks each other's sums.
-    assert len(re.findall(r"ld\.global", ptx)) == (0 if tile.kind == "bf16" else 2 * TURN)
+    assert len(re.findall(r"ld\.global", ptx)) == (0 if tile.kind == "bf16" else 2 * TURN if tile.in_turns else 2 * tile.columns // SCALE_PART)
     assert ("st.global" in ptx) == (tile.split > 1) == ("ld.shared::cluster" in ptx)
     assert ("setmaxnreg" in ptx) == (tile.kind == "e4m3" and tile.rows == 128)
 

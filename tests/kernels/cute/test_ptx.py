@@ -65,7 +65,8 @@ def run_snippet(body: str) -> np.ndarray:
 
 @pytest.mark.parametrize("statement,expected", [
     ("div.s32 %r0, %r1, %r2;", 3), ("rem.s32 %r0, %r1, %r2;", -1), ("shr.s32 %r0, %r1, 1;", -4),
-    ("shr.u32 %r0, %r1, 28;", 15), ("shl.b32 %r0, %r1, 33;", 0), ("mul.hi.s32 %r0, %r1, 1000000000;", -2), ("min.s32 %r0, %r1, %r2;", -7),
+    ("shr.u32 %r0, %r1, 28;", 15), ("shl.b32 %r0, %r1, 33;", 0), ("shf.l.wrap.b32 %r0, %r2, %r1, 3;", -49),
+    ("shf.l.wrap.b32 %r0, %r2, %r1, 32;", -7), ("mul.hi.s32 %r0, %r1, 1000000000;", -2), ("min.s32 %r0, %r1, %r2;", -7),
     ("mul.lo.s32 %r0, %r1, %r2;", 14), ("mad.lo.s32 %r0, %r1, %r2, 1;", 15), ("xor.b32 %r0, %r1, -1;", 6), ("neg.s32 %r0, %r1;", 7),
     ("sub.s32 %r0, %r2, %r1;", 5), ("mov.b32 %r0, 0fBF800000;", -(2**31) + 0x3F800000),
 ])
