@@ -22,16 +22,18 @@ from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 
 CHUNK = 64  # columns: x is filled up to a multiple
 MOST = (256, 192, 128, 96, 64, 32)  # tokens of a tile: widths of the tensor cores' products
-BLOCK_ROWS, MAX_MATRICES = 128, 384  # cuda/packed_gemm.cuh
+NARROW = 96  # and up to so many tokens of an expert, where two blocks share a processor
+BLOCK_ROWS, MAX_MATRICES = 128, 384  # these as in cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
 # Parts along K: a step of 1,024 tokens is 16 tiles of 64, which with 8 rows of tiles or of their parts makes 128 for an H200's 132
 # processors; a part of less than 1,024 columns (5 us with 64 tokens) would not be worth its end (2.7 us for two, docs/measurements.md).
 _SPREAD, _PART_COLUMNS = 8, 1024
-# Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns, by the tile's width (that of
-# 64 is from a loop that took 5 % more); of storing, a token. Of the end of a part, predicted and within 10 % of two measured ones: its sums
+# Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns, by the tile's width, and of
+# two blocks that have 64 columns each; of storing, a token. Of the end of a part, predicted and within 10 % of two measured ones: its sums
 # go to L2 at 32 bytes a cycle; behind a fence and a counter, the last block gets those of all parts at 46.
-_CHUNK_CYCLES = {32: 540, 64: 660, 96: 830, 128: 1070, 192: 1140, 256: 1310}
+_CHUNK_CYCLES = {32: 540, 64: 650, 96: 830, 128: 1070, 192: 1140, 256: 1310}
+_PAIR_CYCLES = {32: 900, 64: 1140, 96: 1430}
 _STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 14, 16, 11, 2000
 _COUNTERS = 1024  # at least, so that nearly all products share one set
 
@@ -119,23 +121,24 @@ def _width(tokens: int, most: int) -> int:
     return -(-tokens // 32) * 32
 
 
-def _cycles(width: int, columns: int, parts: int) -> float:
-    """A block's time for one part of a tile, of the last one to arrive."""
-    chunks = -(-columns // CHUNK) / parts
+def _cycles(width: int, columns: int, parts: int, chunk: float) -> float:
+    """A block's time for one part of a tile, of the last one to arrive; `chunk`: of 64 columns."""
     end = _STORE_CYCLES + (_LEAVE_CYCLES + _ADD_CYCLES * parts if parts > 1 else 0)
-    return chunks * _CHUNK_CYCLES[width] + end * width + _ARRIVE_CYCLES * (parts > 1)
+    return -(-columns // CHUNK) / parts * chunk + end * width + _ARRIVE_CYCLES * (parts > 1)
 
 
 def cut(tokens: int, across: int, columns: int, experts: int, blocks: int) -> Cut:
     """For `tokens` and a weight of `across` times 128 packed rows, or that many experts of so many rows each, which share the tokens evenly
-    and are not cut along K: the tiles for which the busiest of the blocks has the least to do."""
+    and are not cut along K: the tiles for which the busiest of the processors (`blocks`) has the least to do."""
     parts = parts_of(across, columns) if experts == 1 else 1
     mean = -(-tokens // experts)
 
     def cost(most):
         whole, rest = divmod(mean, most)
-        times = [_cycles(_width(n, most), columns, parts) for n in [most] * whole + [rest] * (rest > 0)]
-        share = across * experts * parts / blocks  # of a block, in parts of each of these tiles
+        widths = [_width(n, most) for n in [most] * whole + [rest] * (rest > 0)]
+        pairs = experts > 1 and most <= NARROW
+        times = [_cycles(width, columns, parts, _PAIR_CYCLES[width] / 2 if pairs else _CHUNK_CYCLES[width]) for width in widths]
+        share = across * experts * parts / blocks  # of a processor, in parts of each of these tiles
         return max(sum(times) * share, max(times) * -(-len(times) * across * experts * parts // blocks)) if times else 0
 
     return Cut(min(MOST, key=cost), parts)
@@ -155,7 +158,8 @@ def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1
         counters = arrivals("packed_gemm", device, max(_COUNTERS, 1 << (tiles - 1).bit_length()))
     _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, partial=partial,
                  arrivals=counters, rows=rows, columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most,
-                 parts=parts, short_order=int(short_order), blocks=blocks, factor=factor, limit=limit)
+                 parts=parts, short_order=int(short_order), blocks=blocks * (2 if offsets is not None and most <= NARROW else 1),
+                 factor=factor, limit=limit)
 
 
 def linear(x: Arranged, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:

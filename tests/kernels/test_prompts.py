@@ -47,9 +47,9 @@ def check(got, x, weight):
 
 
 # One token; every width of the product and its edges; tiles of several widths; ragged rows; K below a chunk, of ragged chunks and items,
-# of several items, so that the rings go round.
+# of several items, so that the rings go round; with narrow tiles, whose rings are finer, of ragged stages too, tile after tile.
 SHAPES = [(1, 8, 64, 32), (33, 136, 192, 32), (64, 16, 544, 64), (97, 264, 320, 128), (129, 128, 512, 96), (130, 40, 1024, 128),
-          (190, 24, 96, 192), (257, 272, 160, 256), (440, 128, 2080, 256)]
+          (190, 24, 96, 192), (257, 272, 160, 256), (440, 128, 2080, 256), (300, 136, 1184, 96), (150, 264, 2624, 64), (104, 24, 3136, 32)]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -72,12 +72,18 @@ def test_a_token_has_the_same_result_in_any_tile(rng, columns, parts):
     assert torch.equal(product(x[77:78], weight)[0], results[0][77:78])
 
 
-def test_more_blocks_than_tiles_and_tiles_than_blocks(rng, monkeypatch):
-    """300 tokens and 300 rows in tiles of 32 tokens: 30 of them, on 1 to 40 blocks; bands of 8 tiles down."""
-    weight, x = any_weight(rng, "mxfp4", 304, 128), tokens(rng, 300, 128)
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_blocks_than_tiles_and_tiles_than_blocks(rng, monkeypatch, kind):
+    """300 tokens and 300 rows in tiles of 32 tokens: 30 of them, on 1 to 40 blocks; bands of 8 tiles down. The same bits, then, in tiles of
+    two widths in turn."""
+    weight, x = any_weight(rng, kind, 304, 192), tokens(rng, 300, 192)
+    results = []
     for blocks in (1, 2, 7, 40):
         monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
-        check(product(x, weight, most=32)[0], x, weight)
+        results += product(x, weight, most=32) + product(x[:110], weight, most=96)
+    check(results[0], x, weight)
+    for whole, part in zip(results[::2], results[1::2], strict=True):
+        assert torch.equal(whole, results[0]) and torch.equal(part, results[0][:110])
 
 
 def in_parts(monkeypatch, parts, blocks=3):
@@ -89,7 +95,7 @@ def in_parts(monkeypatch, parts, blocks=3):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("parts,M,rows,columns,most,blocks",
                          [(2, 70, 136, 1024, 32, 3), (3, 129, 40, 1600, 64, 2), (5, 33, 264, 2560, 96, 3), (7, 300, 24, 1856, 128, 2),
-                          (2, 450, 128, 1024, 192, 3), (4, 520, 72, 1152, 256, 3)])
+                          (2, 450, 128, 1024, 192, 3), (4, 520, 72, 1152, 256, 3), (3, 150, 136, 1600, 96, 4), (5, 40, 24, 1312, 32, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_the_columns(rng, monkeypatch, kind, parts, M, rows, columns, most, blocks, reverse):
     in_parts(monkeypatch, parts, blocks)
@@ -141,21 +147,28 @@ def test_parts_of_every_result(rng, monkeypatch, kind):
     assert_as_good(moe(x, experts.pack_experts(*parts), chosen, weights), x, *parts, chosen, weights)
 
 
-# us of each width of tile on an H200 (bench_prompts.py --sweep, 2026-11-30; with a loop that was 2 to 10 % slower).
+# us of each width of tile on an H200 (bench_prompts.py --sweep, 2026-11-30).
 MEASURED = {
-    "pro wq_a, 1024": (1024, 7168, 1536, {256: 72.8, 192: 67.0, 128: 63.8, 96: 53.9, 64: 83.0, 32: 94.3}),
-    "pro wq_a, 4096": (4096, 7168, 1536, {256: 157.9, 192: 143.4, 128: 200.0, 96: 221.1, 64: 261.9, 32: 392.0}),
-    "pro wkv, 1024": (1024, 7168, 512, {256: 42.4, 192: 38.2, 128: 36.0, 96: 29.8, 64: 24.5, 32: 34.7}),
-    "pro wkv, 4096": (4096, 7168, 512, {256: 47.6, 192: 82.6, 128: 73.9, 96: 90.1, 64: 91.6, 32: 133.7}),
-    "pro wq_b, 1024": (1024, 1536, 65536, {256: 286.7, 192: 375.9, 128: 470.4, 96: 531.0, 64: 615.6, 32: 934.6}),
-    "pro shared w1 w3, 1024": (1024, 7168, 6144, {256: 152.1, 192: 206.9, 128: 192.7, 96: 213.9, 64: 252.7, 32: 378.4}),
-    "pro shared w1 w3, 4096": (4096, 7168, 6144, {256: 472.7, 192: 573.7, 128: 803.3, 96: 894.6, 64: 1060.6, 32: 1559.1}),
-    "pro shared w2, 1024": (1024, 3072, 7168, {256: 66.5, 192: 87.9, 128: 110.6, 96: 115.3, 64: 127.8, 32: 193.0}),
-    "flash wq_a, 1024": (1024, 4096, 1024, {256: 42.8, 192: 39.0, 128: 37.7, 96: 31.4, 64: 25.8, 32: 37.8}),
-    "flash wq_a, 4096": (4096, 4096, 1024, {256: 47.0, 192: 81.6, 128: 75.9, 96: 93.4, 64: 99.0, 32: 147.9}),
-    "flash wkv, 1024": (1024, 4096, 512, {256: 27.4, 192: 24.1, 128: 22.5, 96: 18.7, 64: 15.7, 32: 21.7}),
-    "flash wkv, 4096": (4096, 4096, 512, {256: 31.2, 192: 50.8, 128: 45.2, 96: 54.7, 64: 54.8, 32: 78.3}),
-    "flash wo_b, 1024": (1024, 8192, 4096, {256: 88.9, 192: 159.0, 128: 149.4, 96: 185.5, 64: 196.7, 32: 293.7}),
+    "pro wq_a, 1024": (1024, 7168, 1536, {256: 72.0, 192: 63.3, 128: 57.4, 96: 49.9, 64: 80.6, 32: 94.0}),
+    "pro wq_a, 4096": (4096, 7168, 1536, {256: 156.2, 192: 137.3, 128: 185.1, 96: 206.6, 64: 255.9, 32: 395.2}),
+    "pro wkv, 1024": (1024, 7168, 512, {256: 41.8, 192: 36.4, 128: 32.2, 96: 27.8, 64: 23.8, 32: 34.5}),
+    "pro wkv, 4096": (4096, 7168, 512, {256: 47.7, 192: 80.9, 128: 70.0, 96: 85.8, 64: 91.2, 32: 135.7}),
+    "pro wq_b, 1024": (1024, 1536, 65536, {256: 287.7, 192: 367.8, 128: 428.5, 96: 497.8, 64: 605.8, 32: 949.3}),
+    "pro shared w1 w3, 1024": (1024, 7168, 6144, {256: 149.3, 192: 193.7, 128: 173.8, 96: 195.6, 64: 241.5, 32: 373.3}),
+    "pro shared w1 w3, 4096": (4096, 7168, 6144, {256: 466.8, 192: 533.3, 128: 724.2, 96: 816.1, 64: 1021.6, 32: 1546.0}),
+    "pro shared w2, 1024": (1024, 3072, 7168, {256: 66.6, 192: 84.9, 128: 100.9, 96: 108.5, 64: 126.3, 32: 197.0}),
+    "flash wq_a, 1024": (1024, 4096, 1024, {256: 42.1, 192: 36.9, 128: 33.1, 96: 29.2, 64: 25.0, 32: 37.6}),
+    "flash wq_a, 4096": (4096, 4096, 1024, {256: 46.9, 192: 76.6, 128: 68.3, 96: 84.7, 64: 94.1, 32: 145.5}),
+    "flash wkv, 1024": (1024, 4096, 512, {256: 27.0, 192: 23.2, 128: 20.3, 96: 17.6, 64: 15.4, 32: 21.5}),
+    "flash wkv, 4096": (4096, 4096, 512, {256: 31.2, 192: 50.2, 128: 42.8, 96: 51.7, 64: 53.8, 32: 77.8}),
+    "flash wo_b, 1024": (1024, 8192, 4096, {256: 88.2, 192: 150.9, 128: 137.5, 96: 171.8, 64: 190.0, 32: 294.1}),
+}
+# The same of experts' w1 with w3, whose tokens differ in number, by tokens of an expert: narrow tiles in pairs.
+MEASURED_EXPERTS = {
+    "flash, 24": (6 * 1024, 4096, 4096, 256, {256: 2187.8, 192: 2191.8, 128: 1244.9, 96: 1043.4, 64: 1048.1, 32: 1079.4}),
+    "flash, 96": (6 * 4096, 4096, 4096, 256, {256: 2246.4, 192: 2237.9, 128: 2264.0, 96: 2200.7, 64: 2528.4, 32: 3640.7}),
+    "pro, 16": (6 * 1024, 7168, 6144, 384, {256: 8728.3, 192: 8601.2, 128: 4735.3, 96: 3945.9, 64: 3918.4, 32: 3902.1}),
+    "pro, 64": (6 * 4096, 7168, 6144, 384, {256: 9732.0, 192: 9455.0, 128: 7400.1, 96: 5350.6, 64: 7332.7, 32: 10345.9}),
 }
 
 
@@ -164,6 +177,13 @@ def test_the_chosen_tile_is_the_fastest_measured_one(name):
     tokens, K, N, times = MEASURED[name]
     most, parts = prompts.cut(tokens, -(-N // prompts.BLOCK_ROWS), K, 1, 132)
     assert times[most] == min(times.values()) and parts == (2 if N == 512 else 1)
+
+
+@pytest.mark.parametrize("name", MEASURED_EXPERTS)
+def test_the_chosen_tile_of_experts_is_among_the_fastest(name):
+    """Within 2 %: widths beyond the tokens of most experts differ by noise."""
+    tokens, K, N, experts, times = MEASURED_EXPERTS[name]
+    assert times[prompts.cut(tokens, -(-N // prompts.BLOCK_ROWS), K, experts, 132).most] <= 1.02 * min(times.values())
 
 
 def test_how_many_parts():
@@ -259,6 +279,51 @@ def test_moe(rng, kind, shared_kind, reverse):
     assert_as_good(got, x, *parts, chosen, weights)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("most", [32, 64, 96])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_with_few_tokens(rng, monkeypatch, kind, most, reverse):
+    """The narrow kernel. 1 to 100 tokens an expert, some with none; K of ragged chunks, stages and items; a block's tiles are of different
+    experts and widths."""
+    D, inner = 608, 352
+    S, counts = 200, [1, 0, 31, 33, 0, 65, 70]
+    chosen = torch.repeat_interleave(torch.arange(7, dtype=torch.int32), torch.tensor(counts))[torch.randperm(S, generator=rng)][:, None]
+    x, weights = torch.randn(S, D, generator=rng).bfloat16(), torch.rand(S, 1, generator=rng) + 0.1
+    parts = layer(rng, D, inner, 7, kind, kind)
+    with emulated(reverse=reverse):
+        got = prompts.moe(x, experts.pack_experts(*parts), chosen, weights, LIMIT, most)
+    assert_as_good(got, x, *parts, chosen, weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_tiles_have_the_bits_of_others(rng, monkeypatch, kind):
+    """From any number of blocks; K of several items, so that all rings go round."""
+    D, inner, S = 1632, 272, 70
+    chosen, weights = choice(rng, S, 2, 3)
+    x, packed = torch.randn(S, D, generator=rng).bfloat16(), experts.pack_experts(*layer(rng, D, inner, 3, kind, "fp8"))
+    results = []
+    for blocks, most in ((3, 128), (3, 96), (1, 64), (20, 32)):
+        monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
+        with emulated():
+            results.append(prompts.moe(x, packed, chosen, weights, LIMIT, most))
+    assert all(torch.equal(r, results[0]) for r in results[1:])
+
+
+def test_two_narrow_blocks_for_a_processor(rng, monkeypatch):
+    assert f"kNarrowTokens = {prompts.NARROW};" in (build.SOURCES / "packed_gemm.cuh").read_text()
+    launched = []
+    x, packed = tokens(rng, 8, 64), linear.pack_weights((any_weight(rng, "plain", 16, 64),))
+    experts_of_two = experts.pack_experts(*layer(rng, 64, 64, 2, "plain", "plain"))
+    monkeypatch.setitem(prompts._GEMMS, prompts.FORMATS["plain"], lambda most, blocks, **_: launched.append((most, blocks)))
+    with emulated():
+        for most in (128, 96):
+            prompts.linear(arranged(x, packed), packed, most)
+            routing = prompts.route(torch.zeros(8, 1, dtype=torch.int32), torch.ones(8, 1), 2)
+            hidden = prompts.arrange(x, True, routing.source)
+            prompts.expert_down(hidden, experts_of_two.down_routed, prompts.FORMATS["plain"], experts_of_two.factors[:2], 64, routing, most)
+    assert launched == [(128, 3), (128, 3), (96, 3), (96, 6)]
+
+
 def test_an_expert_of_many_tiles(rng):
     """300 tokens, of which all choose expert 1: two tiles of tokens there, and in w2 several of rows."""
     D, inner, S = 264, 136, 300
@@ -345,3 +410,10 @@ def test_no_product_waits_for_another_one(nvcc, kernel_cache, name):
     """ptxas says in its report where it makes wgmma run one after the other."""
     report = (build.build(name, "sm_90a").parent / f"{build.build(name, 'sm_90a').name}.txt").read_text()
     assert "Compiling entry function" in report and "wgmma" not in report
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_two_narrow_blocks_fit_a_processor(nvcc, kernel_cache, name):
+    """65,536 registers; the source asserts the bytes. Of two results, and of three in the other sizes."""
+    used = sorted(entry.registers for entry in build.usage(build.build(name, "sm_90a")))
+    assert len(used) == 8 and used[:2] == [80] * 2 and 2 * 384 * 80 <= 65536 and max(used) <= 168
