@@ -298,7 +298,7 @@ def test_experts_with_few_tokens(rng, monkeypatch, kind, most, reverse):
 @pytest.mark.parametrize("kind", KINDS)
 def test_narrow_tiles_have_the_bits_of_others(rng, monkeypatch, kind):
     """From any number of blocks; K of several items, so that all rings go round."""
-    D, inner, S = 1632, 272, 70
+    D, inner, S = 1632, 288, 70
     chosen, weights = choice(rng, S, 2, 3)
     x, packed = torch.randn(S, D, generator=rng).bfloat16(), experts.pack_experts(*layer(rng, D, inner, 3, kind, "fp8"))
     results = []
