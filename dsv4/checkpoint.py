@@ -17,7 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -604,9 +604,13 @@ class Checkpoint:
                                   f"found {int(value.min())} to {int(value.max())}")
         return value
 
-    def weight(self, name: str, read: Callable[[Entry], torch.Tensor] | None = None) -> Weight:
+    def weight(self, name: str, read: Callable[[Entry], torch.Tensor] | None = None, check: bool = True) -> Weight:
         """A linear by its native module name ("layers.0.attn.wq_a", "layers.0.ffn.experts.3.w1", "head"; "embed" and
-        "layers.0.ffn.gate" too), still packed. Raises CheckpointError for scales that cannot be (NaN, a zero global scale)."""
+        "layers.0.ffn.gate" too), still packed. `read` as for `tensor`, and of a global scale the number will do.
+
+        Raises CheckpointError for scales that cannot be (NaN, a zero global scale); without `check`, which waits for the scales' device,
+        for global scales alone.
+        """
         layout, read = self._layouts.get(name), read or self.read
         if layout is None:
             return Weight.plain(self.tensor(f"{name}.weight", read))
@@ -615,18 +619,19 @@ class Checkpoint:
             return Weight.plain(payload)
         if layout.payload.dtype == "F4":
             payload = payload.view(layout.shape[0], -1)
-        scale = read(layout.scale)
+        scale, number = read(layout.scale), 1.0
         if scale.dtype == torch.bfloat16:
             scale = scale.float()  # exact
-        block = {"fp8": self.block, "nvfp4": (1, NVFP4_BLOCK), "mxfp4": (1, MXFP4_BLOCK)}[layout.kind]
-        weight = Weight(layout.kind, layout.shape, payload, scale, block=block)
         if layout.global_scale is not None:
-            at, number = layout.global_scale, float(read(layout.global_scale).view(-1)[0])
+            at, number = layout.global_scale, float(read(layout.global_scale))
             if not 0.0 < number < math.inf:
                 raise CheckpointError(f"{at.shard}: {at.key}: expected a finite global scale above zero, found {number}; "
                                       "the checkpoint is damaged: fetch the shard again")
-            weight = from_reciprocal(weight, number) if layout.divides else replace(weight, global_scale=number)
-        problem = weight.problem()
+        block = {"fp8": self.block, "nvfp4": (1, NVFP4_BLOCK), "mxfp4": (1, MXFP4_BLOCK)}[layout.kind]
+        weight = Weight(layout.kind, layout.shape, payload, scale, 1.0 if layout.divides else number, block=block)
+        if layout.divides:
+            weight = from_reciprocal(weight, number)
+        problem = weight.problem() if check else None
         if problem is not None:
             raise CheckpointError(f"{layout.scale.shard}: {layout.scale.key}: {problem}; the checkpoint is damaged: fetch the shard again")
         return weight

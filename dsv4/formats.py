@@ -95,7 +95,9 @@ class Weight:
         return self.payload.numel() * self.payload.element_size() + scale + (4 if self.kind == "nvfp4" else 0)
 
     def to(self, device, non_blocking: bool = False) -> Weight:
-        """The same weight on another device, still packed."""
+        """The same weight on another device, still packed; itself if it is there."""
+        if device == self.payload.device:
+            return self
         scale = None if self.scale is None else self.scale.to(device, non_blocking=non_blocking)
         return replace(self, payload=self.payload.to(device, non_blocking=non_blocking), scale=scale)
 

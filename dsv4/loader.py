@@ -7,6 +7,9 @@ there as a whole. A CPU's bytes are read to where they stay. A GPU's go through 
 copied on a stream of their own. Routed experts are read by number, each (or as many small ones as make up a piece) as the ranges that it is
 on disk, and their tensors are views; anything else is read by itself, so that keeping a norm does not keep a layer.
 
+The binding thread is Python, and what it does for an expert is what a load to a GPU waited for (docs/design.md, docs/measurements.md): it
+waits once a unit and takes its tensors without a lock, calls torch once or twice a tensor, and is woken only with what it waits for.
+
 Weights that are drawn (synthetic.py) take no reading threads: each is drawn on its device by the thread that binds it, when it is asked
 for, and nothing ahead of that.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import struct
 import threading
 import time
 from collections import deque
@@ -26,16 +30,16 @@ import torch
 
 from . import runtime
 from .checkpoint import Checkpoint, Layout, Need, human_bytes
-from .errors import DoesNotFit
+from .errors import CheckpointError, DoesNotFit, KernelError, UserError
 from .formats import Weight
 from .shards import TORCH_DTYPES, Entry, Run, read_range, runs_of, tensor_of
 from .synthetic import SyntheticCheckpoint
 
-PIECE = 32 << 20  # bytes that a thread reads at once
+PIECE = 16 << 20  # bytes that a thread reads at once
 GAP = 4096  # bytes between two experts' tensors that are read along: activation scales, which nothing here uses
 TICK = 0.1  # seconds after which `on_progress` is called though nothing was read: what it looks at (Ctrl-C) must not wait for a disk
 MAX_READERS = 8
-AHEAD = 2 * MAX_READERS * PIECE  # bytes of a device on their way: a piece for each thread to read, and one that waits to be taken
+AHEAD = 32 * PIECE  # bytes of a device on their way: for up to 16 threads a piece to read, and one that waits to be taken
 
 Progress = Callable[[int, str, torch.device], None]
 
@@ -43,13 +47,15 @@ Progress = Callable[[int, str, torch.device], None]
 @dataclass
 class Part:
     """One part of a model: where it goes, what it needs of the checkpoint, its bytes as `on_progress` counts them, and what makes it from
-    a source of tensors (a Checkpoint, or something like it)."""
+    a source of tensors (a Checkpoint, or something like it). `packs`: all weights go through the kernels' packing.Packing, which looks at
+    every scale; then a GPU's are not looked at when they are taken, for which the host would wait."""
 
     name: str
     device: torch.device
     needs: Sequence[Need]
     nbytes: int
     bind: Callable[[object], object]
+    packs: bool = False
 
 
 def reading_threads() -> int:
@@ -61,10 +67,10 @@ def reading_threads() -> int:
 def load(checkpoint: object, parts: list[Part], on_progress: Progress | None = None, threads: int | None = None) -> dict[str, object]:
     """What `bind` made of every part, by name. Parts of different devices are loaded at the same time, those of one device in order.
 
-    `on_progress(bytes read since the last call, part, device)` is called in the calling thread, after every piece, when a part is bound,
-    and every TICK seconds with 0 bytes; the counts of a part sum to its nbytes. What it raises, and what a signal handler raises, ends the
-    loading: all threads are gone when `load` returns or raises. A checkpoint that is no `Checkpoint` (none of files) is asked for each
-    tensor; a synthetic one draws it on the part's device.
+    `on_progress(bytes read since the last call, part, device)` is called in the calling thread, within about TICK seconds for every piece
+    and every part that is bound, and with 0 bytes where there is nothing to tell for so long; the counts of a part sum to its nbytes. What
+    it raises, and what a signal handler raises, ends the loading: all threads are gone when `load` returns or raises. A checkpoint that is
+    no `Checkpoint` (none of files) is asked for each tensor; a synthetic one draws it on the part's device.
 
     Raises CheckpointError for a shard that fails or changes while it is read, DoesNotFit for a device without enough memory.
     """
@@ -75,14 +81,22 @@ class Source:
     """A part's tensors, read ahead; stands where a Checkpoint does for a Binder. Each is given away once, so that what is not kept is free
     again; asked for another time, it is read another time."""
 
-    def __init__(self, checkpoint: Checkpoint, take: Callable[[Entry], torch.Tensor]):
-        self.config, self.kind, self._checkpoint, self._take = checkpoint.config, checkpoint.kind, checkpoint, take
+    def __init__(self, checkpoint: Checkpoint, take: Callable[[Entry], torch.Tensor], check: bool = True):
+        self.config, self.kind, self._checkpoint, self._take, self._check = checkpoint.config, checkpoint.kind, checkpoint, take, check
+        self._given: list[str] = []  # weights whose scales were not looked at
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._checkpoint.tensor(name, self._take)
 
     def weight(self, name: str) -> Weight:
-        return self._checkpoint.weight(name, self._take)
+        if not self._check:
+            self._given.append(name)
+        return self._checkpoint.weight(name, self._take, self._check)
+
+    def look_again(self) -> None:
+        """Raises the CheckpointError that says what is wrong with the scales of a weight, if it is that; reads them once more."""
+        for name in self._given:
+            self._checkpoint.weight(name)
 
 
 class _Asked:
@@ -110,15 +124,18 @@ class _Stopped(Exception):
 
 @dataclass
 class _Lane:
-    """One device's parts in order, and of those that were looked at the units that are not being read yet."""
+    """One device's parts in order, and of those that were looked at the units that are not being read yet. Its binding thread waits for the
+    unit `awaited` at `arrived`."""
 
     device: torch.device
     parts: list[Part]
+    arrived: threading.Condition
     stream: torch.cuda.Stream | None = None  # of the copies
     readings: list[_Reading] = field(default_factory=list)
     waiting: deque[_Unit] = field(default_factory=deque)
     pieces: deque[_Piece] = field(default_factory=deque)
-    ahead: int = 0  # bytes that were begun and are not taken
+    awaited: _Unit | None = None
+    ahead: int = 0  # `counted` bytes that were begun and are not taken
     bound: int = 0
 
 
@@ -137,17 +154,24 @@ class _Reading:
 @dataclass(eq=False)
 class _Unit:
     """Tensors that are read together: one, or some experts' all. `places` (its tensors that are not taken: the run's bytes, and where in
-    them each begins) is None before the reading has begun."""
+    them each begins; of numbers for the host a memoryview) is None before the reading has begun."""
 
     runs: list[tuple[Run, bool]]
     reading: _Reading | None = None
-    places: dict[Entry, tuple[torch.Tensor, int]] | None = None
+    places: dict[Entry, tuple[torch.Tensor | memoryview, int]] | None = None
     left: int = 0  # pieces that are not read
     copied: torch.cuda.Event | None = None
+    read: bool = False  # and `copied` is there
+    taken: bool = False  # some tensor; the device waits for `copied`
 
     @property
     def nbytes(self) -> int:
         return sum(run.nbytes for run, _ in self.runs)
+
+    @property
+    def counted(self) -> int:
+        """Bytes as AHEAD limits them: half of it at most, or the readers would stand still when the embedding has been read."""
+        return min(self.nbytes, max(1, AHEAD // 2))
 
 
 @dataclass
@@ -165,6 +189,7 @@ class _Slots:
 
     def __init__(self):
         self.buffers, self.copied, self.at = [torch.empty(0), torch.empty(0)], [None, None], 0
+        self.stream: torch.cuda.Stream | None = None  # this thread's current one
 
     def take(self, size: int) -> torch.Tensor:
         """The other buffer, once what was in it has been copied."""
@@ -180,8 +205,10 @@ class _Slots:
         if stream is None:
             target.copy_(slot)
             return
-        with torch.cuda.stream(stream):
-            target.copy_(slot, non_blocking=True)
+        if stream is not self.stream:  # for good, and not around each copy: that is five more calls
+            torch.cuda.set_stream(stream)
+            self.stream = stream
+        target.copy_(slot, non_blocking=True)
         self.copied[self.at] = stream.record_event()
 
 
@@ -191,18 +218,20 @@ def _staged(device: torch.device) -> bool:
 
 
 class _Loading:
-    """One call of `load`. What threads share is touched under `changed`."""
+    """One call of `load`. What threads share is touched under `lock`. Each kind of thread waits where only what it waits for wakes it:
+    readers at `work`, a lane's binder at its `arrived`, a calling thread that binds nothing at `news`."""
 
     def __init__(self, checkpoint, parts, on_progress, threads):
         self.checkpoint, self.on_progress = checkpoint, on_progress
         self.threads = threads if isinstance(checkpoint, Checkpoint) else 0
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # a signal's exception may come where it is just held
+        self.work, self.news = threading.Condition(self.lock), threading.Condition(self.lock)
         self.made: dict[str, object] = {}
         self.events: list[tuple[int, str, torch.device]] = []
         self.error: BaseException | None = None
         self.stopping = False
-        self.lanes = [_Lane(d, [p for p in parts if p.device == d], torch.cuda.Stream(d) if d.type == "cuda" else None)
-                      for d in dict.fromkeys(p.device for p in parts)]
+        self.lanes = [_Lane(d, [p for p in parts if p.device == d], threading.Condition(self.lock),
+                            torch.cuda.Stream(d) if d.type == "cuda" else None) for d in dict.fromkeys(p.device for p in parts)]
         self.turn = 0
         # One device is bound in the calling thread: what a thread allocates and frees, the C library keeps for that thread.
         self.alone = len(self.lanes) == 1
@@ -254,9 +283,9 @@ class _Loading:
 
     def _deliver(self, wait=0.0):
         """In the calling thread: tells `on_progress` what there is, after at most `wait` seconds, or, every TICK, that there is nothing."""
-        with self.changed:
-            if wait and not self.events and not self._finished():
-                self.changed.wait(wait)
+        with self.lock:
+            if wait and not self._finished():
+                self.news.wait(wait)
             events, self.events = self.events, []
         if not events and time.monotonic() - self.delivered >= TICK:
             events = [(0, *self.last)]
@@ -268,9 +297,10 @@ class _Loading:
         return self.error is not None or all(lane.bound == len(lane.parts) for lane in self.lanes)
 
     def _stop(self, error=None):
-        with self.changed:
+        with self.lock:
             self.error, self.stopping = self.error or error, True
-            self.changed.notify_all()
+            for condition in (self.work, self.news, *(lane.arrived for lane in self.lanes)):
+                condition.notify_all()
 
     @contextlib.contextmanager
     def _telling(self, part):
@@ -307,17 +337,28 @@ class _Loading:
         with self._telling(lambda: lane.parts[min(lane.bound, len(lane.parts) - 1)]):
             with torch.cuda.device(lane.device) if lane.stream is not None else contextlib.nullcontext():
                 for number, part in enumerate(lane.parts):
-                    made = part.bind(self._source(lane, number))
-                    with self.changed:
+                    made = self._bind(part, self._source(lane, number))
+                    with self.lock:
                         self.made[part.name] = made
                         reading = lane.readings[number]
                         self.events.append((part.nbytes - reading.told, part.name, part.device))
                         reading.told = part.nbytes
                         self._drop_rest(lane, reading)
                         lane.bound += 1
-                        self.changed.notify_all()
+                        self.news.notify()
                 if lane.stream is not None:
                     torch.cuda.current_stream(lane.device).synchronize()  # an error in it belongs here
+
+    @staticmethod
+    def _bind(part, source):
+        try:
+            return part.bind(source)
+        except (CheckpointError, KernelError):
+            raise
+        except UserError:
+            if isinstance(source, Source):
+                source.look_again()
+            raise
 
     def _source(self, lane, number):
         if not self.threads:
@@ -325,14 +366,15 @@ class _Loading:
             lane.readings.append(reading)
             made = self.checkpoint
             made = made.on(lane.device) if isinstance(made, SyntheticCheckpoint) else made
-            return _Asked(made, self._look_up, lambda size: self._count_made(reading, size))
+            return _Asked(made, lambda: self._look_up(0.0), lambda size: self._count_made(reading, size))
         self._read_ahead(lane, number)
-        return Source(self.checkpoint, lambda entry: self._take(lane, number, entry))
+        reading, check = lane.readings[number], not (lane.parts[number].packs and _staged(lane.device))
+        return Source(self.checkpoint, lambda entry: self._take(lane, number, reading, entry), check)
 
     def _read_ahead(self, lane, number):
         """Looks at part `number`, and begins the next units for which there is room, of whichever part."""
         while True:
-            while lane.waiting and (not lane.ahead or lane.ahead + lane.waiting[0].nbytes <= AHEAD):
+            while lane.waiting and (not lane.ahead or lane.ahead + lane.waiting[0].counted <= AHEAD):
                 self._begin(lane, lane.waiting[0])
             if len(lane.readings) == len(lane.parts) or (lane.waiting and len(lane.readings) > number):
                 return
@@ -342,78 +384,89 @@ class _Loading:
                                sum(unit.nbytes for unit in units))
             for unit in units:
                 unit.reading = reading
-            with self.changed:
+            with self.lock:
                 lane.waiting.extend(units)
                 lane.readings.append(reading)
-                self.changed.notify_all()
+                self._tell_the_end()
 
     def _begin(self, lane, unit, first=False):
         """Memory for a unit's bytes, and the pieces in which they are to be read, before or behind those that wait."""
         places, pieces = {}, []
         for run, on_host in unit.runs:
             data = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu" if on_host else lane.device)
-            places |= {entry: (data, entry.begin - run.begin) for entry in run.entries}
+            held = memoryview(data.numpy()) if on_host else data
+            places |= {entry: (held, entry.begin - run.begin) for entry in run.entries}
             pieces += [_Piece(unit, run, run.begin + at, data[at : at + PIECE]) for at in range(0, run.nbytes, PIECE)]
         if lane.stream is not None:  # the memory may have been another unit's, whose last use is queued there
             lane.stream.wait_event(torch.cuda.current_stream(lane.device).record_event())
         unit.places, unit.left = places, len(pieces)
-        lane.ahead += unit.nbytes
-        with self.changed:
+        lane.ahead += unit.counted
+        with self.lock:
             lane.waiting.remove(unit)
             if first:
                 lane.pieces.extendleft(reversed(pieces))
             else:
                 lane.pieces.extend(pieces)
-            self.changed.notify_all()
+            self.work.notify(len(pieces))
+            self._tell_the_end()
 
-    def _take(self, lane, number, entry):
-        """A tensor, once it has been read."""
-        self._look_up()
-        unit = lane.readings[number].units.get(entry)
-        if unit is not None and unit.places is None:  # asked for before its turn
-            self._begin(lane, unit, first=True)
-        if unit is None or entry not in unit.places:
+    def _take(self, lane, number, reading, entry):
+        """A tensor, once it has been read; a number for the host as one."""
+        self._look_up(TICK)
+        unit = reading.units.get(entry)
+        if unit is None:
             return self.checkpoint.read(entry)
-        self._wait_for(unit)
-        if unit.copied is not None:
-            torch.cuda.current_stream(lane.device).wait_event(unit.copied)
-        data, at = unit.places.pop(entry)
-        data = data[at : at + entry.nbytes]
-        if at % max(4, TORCH_DTYPES[entry.dtype].itemsize):  # 4: packing reads four bytes at once
-            data = data.clone()
+        if unit.places is None:  # asked for before its turn
+            self._begin(lane, unit, first=True)
+        if not unit.taken:
+            self._wait_for(lane, unit)
+        place = unit.places.pop(entry, None)
+        if place is None:
+            return self.checkpoint.read(entry)
+        data, at = place
+        if isinstance(data, memoryview):  # F32, as the audit says
+            value = struct.unpack_from("<f", data, at)[0]
+        elif at % max(4, TORCH_DTYPES[entry.dtype].itemsize):  # 4: packing reads four bytes at once
+            value = tensor_of(data[at : at + entry.nbytes].clone(), entry)
+        else:
+            value = tensor_of(data, entry, at)
         if not unit.places:
-            lane.ahead -= unit.nbytes
+            lane.ahead -= unit.counted
+            del data, place  # before memory is taken for others
             self._read_ahead(lane, number)
-        return tensor_of(data, entry)
+        return value
 
     def _drop_rest(self, lane, reading):
         """What a part did not take."""
         begun = {id(unit): unit for unit in reading.units.values() if unit.places}
-        lane.ahead -= sum(unit.nbytes for unit in begun.values())
+        lane.ahead -= sum(unit.counted for unit in begun.values())
         lane.waiting = deque(unit for unit in lane.waiting if unit.reading is not reading)
         reading.units = {}
 
-    def _wait_for(self, unit):
-        while True:
-            with self.changed:
+    def _wait_for(self, lane, unit):
+        """Until the unit has been read; the device then waits for its copies."""
+        while not unit.read:  # set last, so it may be looked at without the lock
+            with self.lock:
                 if self.stopping:
                     raise _Stopped
-                if not unit.left:
-                    return
-                if not self.alone:
-                    self.changed.wait()
-            if self.alone:
-                self._deliver(TICK)
+                lane.awaited = unit
+                if not unit.read:
+                    lane.arrived.wait(TICK)
+                lane.awaited = None
+            self._look_up(TICK)
+        if unit.copied is not None:
+            torch.cuda.current_stream(lane.device).wait_event(unit.copied)
+        unit.taken = True
 
-    def _look_up(self):
-        """Between two tensors: ends the binding when the loading ends."""
+    def _look_up(self, pause):
+        """Between two tensors: ends the binding when the loading ends. Tells what there is if nothing was told for `pause` seconds."""
         if self.stopping:
             raise _Stopped
-        if self.alone:
+        if self.alone and time.monotonic() - self.delivered >= pause:
             self._deliver()
 
     def _count_made(self, reading, size):
-        with self.changed:
+        with self.lock:
             reading.read += size
             self._tell(reading, min(reading.read, reading.total))  # a tensor may be asked for twice
 
@@ -421,7 +474,6 @@ class _Loading:
         if told > reading.told:
             self.events.append((told - reading.told, reading.part.name, reading.part.device))
             reading.told = told
-            self.changed.notify_all()
 
     # ---- reading: threads for all devices
 
@@ -443,13 +495,18 @@ class _Loading:
             read_range(self.checkpoint.folder, piece.run, piece.begin, memoryview(place.numpy()), stamp)
             if not direct:
                 slots.copy(place, piece.target, unit.reading.lane.stream)
-            with self.changed:
+            with self.lock:
                 unit.left -= 1
+                last = not unit.left
                 self._count(unit.reading, piece.target.numel())
-                if not unit.left:
-                    if unit.reading.lane.stream is not None:
-                        unit.copied = unit.reading.lane.stream.record_event()
-                    self.changed.notify_all()
+            if last:  # all copies are queued: each thread counts its piece behind that
+                lane = unit.reading.lane
+                if lane.stream is not None:
+                    unit.copied = lane.stream.record_event()
+                with self.lock:
+                    unit.read = True
+                    if lane.awaited is unit:
+                        lane.arrived.notify()
         return True
 
     def _count(self, reading, size):
@@ -458,16 +515,23 @@ class _Loading:
 
     def _next_piece(self):
         """The next piece of the next device that has one; None when there are no more."""
-        with self.changed:
+        with self.lock:
             while not self.stopping:
                 for lane in self.lanes[self.turn :] + self.lanes[: self.turn]:
                     if lane.pieces:
                         self.turn = (self.lanes.index(lane) + 1) % len(self.lanes)
                         return lane.pieces.popleft()
-                if all(len(lane.readings) == len(lane.parts) and not lane.waiting for lane in self.lanes):
+                if self._no_more():
                     return None
-                self.changed.wait()
+                self.work.wait()
         return None
+
+    def _no_more(self):
+        return all(len(lane.readings) == len(lane.parts) and not lane.waiting for lane in self.lanes)
+
+    def _tell_the_end(self):
+        if self._no_more():
+            self.work.notify_all()
 
 
 def _units(checkpoint: Checkpoint, needs: Sequence[Need]) -> list[_Unit]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from . import ops
 from .cache import Cache, LayerCache
 from .checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
 from .config import ModelConfig
@@ -50,7 +51,7 @@ class Model:
         self.config, self.plan, self.numerics = checkpoint.config, plan, numerics
         self.on_layer: Callable[[int, Streams], None] | None = None
         first, last = plan.device_of(plan.layers[0]), plan.device_of(plan.layers[-1])
-        outside = needs_outside_layers(self.config)
+        outside, packs = needs_outside_layers(self.config), ops.selected_backend() == "cuda"
 
         self.supplies = {d.device: Supply(checkpoint, plan.stream, d.device, d.streamed, plan.chunk) for d in plan.devices if d.streamed}
 
@@ -59,14 +60,15 @@ class Model:
             streamed = self.supplies[share.device].of(layer) if layer in share.streamed else None
             needs = [need for need in needs_of_layer(self.config, layer) if not plan.left_in_files(layer) or need.kind != "routed experts"]
             return Part(f"layer {layer}", share.device, needs, loaded_bytes(checkpoint, plan, layer),
-                        lambda source: Block(Binder(source, f"layers.{layer}.", share.device, numerics, streamed), self.config, layer))
+                        lambda source: Block(Binder(source, f"layers.{layer}.", share.device, numerics, streamed), self.config, layer),
+                        packs)
 
         made = load(checkpoint, [
             Part("embed", first, outside[:1], checkpoint.nbytes("embed"),
                  lambda source: Binder(source, "", first, numerics).stored("embed.weight")),
             *map(block, plan.layers),
             Part("head", last, outside[1:], checkpoint.nbytes("head"),
-                 lambda source: Head(Binder(source, "", last, numerics), self.config)),
+                 lambda source: Head(Binder(source, "", last, numerics), self.config), packs),
         ], on_progress)
         self.embed: torch.Tensor = made["embed"]
         self.layers: dict[int, Block] = {layer: made[f"layer {layer}"] for layer in plan.layers}

@@ -511,18 +511,20 @@ def kept_bytes(need: Need, stored: Stored, form: str) -> int:
 
 def loading_bytes(described: list[tuple[Need, Stored]], form: str, device: torch.device) -> int:
     """What binding these holds for a while: what isfinite makes of a small tensor, a weight that is looked through for NaN and therefore
-    dequantised, and about four times the codes of the chunk that packing.py packs."""
-    chunk = 1 << 20 if device.type == "cpu" else 1 << 26
+    dequantised, and of packing on a CPU about four times the codes of a chunk; on a GPU only what is not bf16 is copied before."""
     most = largest = 0
     for need, stored in described:
         count = math.prod(need.shape)
         if not need.linear:  # the embedding and the table are not looked through
             most = max(most, 0 if need.name.endswith(("embed.weight", "tid2eid")) else 7 * count)
         else:
-            largest = max(largest, stored.nbytes)
+            if device.type == "cpu":
+                largest = max(largest, stored.nbytes)
+            elif form == "packed" and stored.kind == "plain" and stored.dtype != "BF16":
+                most = max(most, 8 * count)
             if "compressor" in need.name or "indexer" in need.name:
                 most = max(most, 12 * count)
-    return max(most, 4 * min(chunk, largest) if form == "packed" else 0)
+    return max(most, 4 * min(1 << 20, largest) if form == "packed" else 0)
 
 
 def definition_scratch(config: ModelConfig, context: int, tokens: int, logit_rows: int, matrix_bytes: int) -> int:

@@ -166,9 +166,15 @@ def read_range(folder: Path, run: Run, begin: int, view: memoryview, stamp: Stam
         raise CheckpointError(f"{run.shard}: {entry().key}: reading at offset {begin + done} failed: {error.strerror or error}") from None
 
 
-def tensor_of(data: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """An entry's bytes (uint8, flat) as a tensor of its dtype and shape; F8_E8M0, I8 and F4 as uint8 (reinterpreted), F4 flat."""
-    return data.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape if entry.dtype != "F4" else (-1,))
+def tensor_of(data: torch.Tensor, entry: Entry, at: int = 0) -> torch.Tensor:
+    """An entry's bytes, those from `at` on of `data` (uint8, flat), as a tensor of its dtype and shape; F8_E8M0, I8 and F4 as uint8
+    (reinterpreted), F4 flat."""
+    dtype, shape = TORCH_DTYPES[entry.dtype], entry.shape if entry.dtype != "F4" else (entry.nbytes,)
+    if dtype.itemsize > 1 or len(shape) != 2:
+        return data[at : at + entry.nbytes].view(dtype).reshape(shape)
+    if dtype != torch.uint8:  # an expert has six such tensors, and a call of torch costs more than reading 10 KB
+        data = data.view(dtype)
+    return data.as_strided(shape, (shape[1], 1), data.storage_offset() + at)
 
 
 def read_entry(folder: Path, entry: Entry, stamp: Stamp | None = None) -> torch.Tensor:

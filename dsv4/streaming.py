@@ -31,14 +31,16 @@ from . import loader, ops
 from .checkpoint import Checkpoint, Need
 from .formats import Weight
 from .kernels.experts import pack_expert, pack_shared, places
+from .kernels.packing import Packing
 from .shards import TORCH_DTYPES, Entry, Run, read_range, runs_of, tensor_of
 
-WINDOW = loader.MAX_READERS * loader.PIECE  # bytes of experts that are read ahead of the one in use; a token's six of Pro are 223 MB
+WINDOW = 256 << 20  # bytes of experts that are read ahead of the one in use; a token's six of Pro are 223 MB
 PIECE = 8 << 20  # bytes that a thread reads at once: the six experts of a token are work for all threads
 BLOCK = 1 << 30  # pinned memory is taken in powers of two, at most so much
 ALIGN = 256
 NEARLY_ALL = 4  # choices for each expert of a layer from which on its experts are read before they are chosen: e^-4 are then not used
-SAMPLE, SAMPLE_SECONDS = 1 << 30, 2.0  # what is read or copied at most to measure a disk or link
+SAMPLE, SAMPLE_SECONDS = 1 << 30, 2.0  # what is read at most to measure a disk
+SAMPLE_COPY = 32 << 20  # bytes of one of the 64 copies that measure a link
 _W = ("w1", "w2", "w3")
 
 _cut: Callable[[Callable[[], None]], None] | None = None
@@ -204,10 +206,9 @@ class Reader:
             if entry in self.global_scales:
                 return self.global_scales[entry]
             at = reading.places[entry]
-            part = data[at : at + entry.nbytes]
             if at % max(4, TORCH_DTYPES[entry.dtype].itemsize):  # 4: packing reads four bytes at once
-                part = part.clone()
-            return tensor_of(part, entry)
+                return tensor_of(data[at : at + entry.nbytes].clone(), entry)
+            return tensor_of(data, entry, at)
 
         return ops.Expert(*(self.checkpoint.weight(name, tensor) for name in self._names(*key)))
 
@@ -395,13 +396,14 @@ class InSlots(_Layer):
         self.shelf = self.factors = None
         if self.reader is None:
             self.shelf = Shelf(len(routed), [up[0].nbytes, down[0].nbytes], supply.device)
-            self.factors = torch.empty(len(routed), 3)
+            packing = Packing(3 * len(routed), supply.device)
             for number in range(len(routed)):
-                self.factors[number] = self._pack(number, routed[number], number % len(up))
+                self._pack(number, routed[number], number % len(up), packing, number)
                 for part, place in zip(self.shelf.parts(number), (up, down), strict=True):
                     part.copy_(place[number % len(up)].view(-1), non_blocking=True)
             if supply.device.type == "cuda":
                 torch.cuda.current_stream(supply.device).synchronize()
+            self.factors = torch.tensor(packing.factors()).view(-1, 3)
 
     def bring(self, chosen: torch.Tensor, ids: torch.Tensor) -> tuple[object, torch.Tensor]:
         """chosen [S, k] of the tokens `ids` -> what `moe` takes for experts and chosen."""
@@ -428,13 +430,15 @@ class InSlots(_Layer):
             self.factors_on_host[: len(numbers)] = self.factors[numbers]
         else:
             self._want(numbers, choices, ids)
+            packing = Packing(3 * len(numbers), self.supply.device)
             for slot, number in enumerate(numbers):
-                self.factors_on_host[slot] = self._pack(number, self.reader.take((self.layer, number)), slot)
+                self._pack(number, self.reader.take((self.layer, number)), slot, packing, slot)
+            self.factors_on_host[: len(numbers)] = torch.tensor(packing.factors()).view(-1, 3)
         self.packed.factors[: len(numbers)].copy_(self.factors_on_host[: len(numbers)], non_blocking=True)
 
-    def _pack(self, number, expert, slot):
+    def _pack(self, number, expert, slot, packing, place):
         up, down = self.packed.up_routed[slot], self.packed.down_routed[slot]
-        return pack_expert(f"expert {number} of layer {self.layer}", expert, self.kinds, self.inner, self.columns, up, down)
+        pack_expert(f"expert {number} of layer {self.layer}", expert, self.kinds, self.inner, self.columns, up, down, packing, place)
 
 
 class Supply:
@@ -475,10 +479,10 @@ class Supply:
         """GB/s of the disk or the link with nothing else to do, measured now."""
         if self.reader is not None:
             return self.reader.rate()
-        source, tally = _host_bytes(loader.PIECE, self.device), Tally()
-        target = torch.empty(loader.PIECE, dtype=torch.uint8, device=self.device)
+        source, tally = _host_bytes(SAMPLE_COPY, self.device), Tally()
+        target = torch.empty(SAMPLE_COPY, dtype=torch.uint8, device=self.device)
         target.copy_(source)  # the first one is not counted
-        with tally.copying(64 * loader.PIECE, self.device):
+        with tally.copying(64 * SAMPLE_COPY, self.device):
             for _ in range(64):
                 target.copy_(source, non_blocking=True)
         tally.settle()

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4 import loader, shards
+from dsv4 import loader, ops, shards
 from dsv4.checkpoint import Checkpoint, needs_of_layer, needs_outside_layers
-from dsv4.errors import CheckpointError, DoesNotFit
+from dsv4.errors import CheckpointError, DoesNotFit, UserError
 from dsv4.exports import FORMATS
 from dsv4.formats import Weight
+from dsv4.kernels import packing
 from dsv4.layers import Numerics
 from dsv4.loader import Part, load
 from dsv4.model import Model
@@ -272,6 +273,135 @@ def test_readers_serve_the_devices_in_turn(checkpoint, monkeypatch):
     assert shards_read[1] != shards_read[2]
 
 
+def test_a_unit_is_waited_for_once(checkpoint, monkeypatch):
+    """And its binder is woken only for that: an expert's nine tensors cost no lock, no event and no call of the callback each."""
+    waited, woken, told = [], [], []
+    wait_for, notify = loader._Loading._wait_for, threading.Condition.notify
+    monkeypatch.setattr(loader._Loading, "_wait_for", lambda self, lane, unit: (waited.append(unit), wait_for(self, lane, unit))[1])
+    part = parts_of(checkpoint)[1]
+    lanes = []
+    monkeypatch.setattr(loader._Loading, "_end", lambda self, workers: (lanes.extend(self.lanes), [w.join() for w in workers]))
+    monkeypatch.setattr(threading.Condition, "notify", lambda self, n=1: (woken.append(self), notify(self, n))[1])
+    load(checkpoint, [part], lambda *event: told.append(event), threads=3)
+    units = loader._units(checkpoint, part.needs)
+    assert len(waited) == len(set(map(id, waited))) == len(units) < sum(len(run.entries) for unit in units for run, _ in unit.runs) / 2
+    assert len([c for c in woken if c is lanes[0].arrived]) <= len(units) + 1  # and at the end
+
+
+@pytest.mark.parametrize("devices", [(CPU,), (CPU, CPU_0)])
+def test_who_waits_is_woken_and_need_not_look(checkpoint, monkeypatch, devices):
+    monkeypatch.setattr(loader, "TICK", 20.0)
+    monkeypatch.setattr(loader, "PIECE", 2000)
+    original, start = loader.read_range, time.monotonic()
+    monkeypatch.setattr(loader, "read_range", lambda *what: (time.sleep(0.002), original(*what)))
+    monkeypatch.setattr(loader, "AHEAD", 8000)
+
+    def on_progress(*event):
+        assert time.monotonic() - start < 15
+
+    parts = parts_of(checkpoint, devices)
+    assert_loaded(checkpoint, load(checkpoint, parts, on_progress, threads=3), parts)
+    on_progress()
+
+
+def test_tensors_of_bytes_at_any_place():
+    """Of a slice too; one dimension, none, no element."""
+    whole = torch.arange(256, dtype=torch.uint8)
+    for dtype, shape, size in (("U8", (3, 8), 24), ("F8_E4M3", (2, 4), 8), ("F8_E8M0", (2, 4), 8), ("F4", (3, 16), 24),
+                               ("BF16", (2, 3), 12), ("F32", (), 4), ("U8", (5,), 5), ("I64", (2,), 16), ("U8", (0, 4), 0)):
+        entry = shards.Entry("shard", "key", dtype, shape, 1000, 1000 + size)
+        for begin, at in ((0, 0), (0, 8), (16, 8)):
+            found = shards.tensor_of(whole[begin:], entry, at)
+            assert found.shape == (shape if dtype != "F4" else (24,)) and found.is_contiguous()
+            assert found.dtype == shards.TORCH_DTYPES[dtype]
+            assert found.reshape(-1).view(torch.uint8).tolist() == list(range(begin + at, begin + at + size))
+
+
+def test_a_tensor_larger_than_what_is_read_ahead_has_others_read_behind_it(checkpoint, monkeypatch):
+    """The embedding is: without it readers would wait until it is bound."""
+    part, begun, seen = parts_of(checkpoint)[0], [], []
+    largest = max(unit.nbytes for unit in loader._units(checkpoint, part.needs))
+    monkeypatch.setattr(loader, "AHEAD", largest // 2)
+    begin, wait_for = loader._Loading._begin, loader._Loading._wait_for
+    monkeypatch.setattr(loader._Loading, "_begin", lambda self, lane, unit, **how: begun.append(unit) or begin(self, lane, unit, **how))
+    monkeypatch.setattr(loader._Loading, "_wait_for",
+                        lambda self, lane, unit: seen.append((unit, len(begun))) or wait_for(self, lane, unit))
+    load(checkpoint, [part])
+    at = next(number for number, unit in enumerate(begun, 1) if unit.nbytes == largest)
+    assert next(count for unit, count in seen if unit.nbytes == largest) > at
+
+
+def damage(checkpoint, name):
+    """Makes the first scale of a linear NaN; its entry."""
+    entry = checkpoint.entries(next(n for n in needs_of_layer(MINI, 2) if n.name == name)).scale
+    with open(checkpoint.folder / entry.shard, "r+b") as file:
+        file.seek(entry.begin)
+        file.write({"F8_E4M3": b"\x7f", "F8_E8M0": b"\xff"}.get(entry.dtype) or b"\xff\xff\xff\x7f")
+    checkpoint.stamps.clear()
+    return entry
+
+
+@pytest.mark.parametrize("name", ["layers.2.ffn.experts.3.w2", "layers.2.attn.wq_a"])
+@pytest.mark.parametrize("packs,staged", [(False, True), (True, False), (True, True)])
+def test_scales_that_are_nan(checkpoint, monkeypatch, name, packs, staged):
+    """Where packing looks at them, on a GPU, they are not looked at before; what it says then comes out with the tensor's name."""
+    monkeypatch.setattr(loader, "_staged", lambda device: staged)
+    entry, asked = damage(checkpoint, name), []
+
+    def bind(source, checkpoint, needs):
+        for need in needs:
+            if need.linear:
+                asked.append(need.name)
+                source.weight(need.name)
+        raise UserError("packing: expected scales that are numbers, found NaN")
+
+    parts = [replace(part, packs=packs) for part in parts_of(checkpoint, bind=bind)[3:4]]
+    with pytest.raises(CheckpointError, match=f"{entry.shard}: {re.escape(entry.key)}: .* NaN.*; the checkpoint is damaged: fetch the sha"):
+        load(checkpoint, parts)
+    assert (asked[-1] == name) == (not (packs and staged))
+
+
+def test_what_packing_refuses_of_a_good_checkpoint_comes_out(checkpoint, monkeypatch):
+    monkeypatch.setattr(loader, "_staged", lambda device: True)
+
+    def bind(source, checkpoint, needs):
+        everything(source, checkpoint, needs)
+        raise UserError("packing: expected other weights")
+
+    with pytest.raises(UserError, match="^packing: expected other weights$"):
+        load(checkpoint, [replace(part, packs=True) for part in parts_of(checkpoint, bind=bind)[2:3]])
+
+
+@pytest.mark.parametrize("which", ["torch", "cuda"])
+def test_a_model_s_parts_are_packed_by_the_kernels_alone(checkpoint, monkeypatch, which):
+    """All of its weights: none that was not looked at is kept as it is. Without the kernels each is looked at."""
+    layers, unseen, packed, parts, alive = tuple(range(4)), set(), set(), [], []  # alive: so that no address is used twice
+    monkeypatch.setattr(loader, "_staged", lambda device: True)
+    ops.select_backend(which)
+    weight, launch = Checkpoint.weight, packing._Packer.__init__
+
+    def taken(self, name, read=None, check=True):
+        made = weight(self, name, read, check)
+        alive.append(made)
+        if not check:
+            unseen.add(made.payload.data_ptr())
+        return made
+
+    def looked(self, weight):
+        packed.add(weight.payload.data_ptr())
+        launch(self, weight)
+
+    monkeypatch.setattr(Checkpoint, "weight", taken)
+    monkeypatch.setattr(packing._Packer, "__init__", looked)
+    monkeypatch.setattr("dsv4.model.load", lambda c, given, told: (parts.extend(given), load(c, given, told))[1])
+    try:
+        Model(checkpoint, Plan(layers, (DevicePlan(CPU, layers, 0, 0, 0, 0),), 16, 16, False), Numerics(dtype=torch.bfloat16))
+    finally:
+        ops.select_backend("torch")
+    assert bool(unseen) == (which == "cuda") and unseen <= packed
+    assert [part.packs for part in parts] == [False] + [which == "cuda"] * 5
+
+
 def test_what_is_taken_is_given_away_and_can_be_read_again(checkpoint):
     def bind(source, checkpoint, needs):
         first = source.tensor("layers.1.hc_attn_fn")
@@ -517,9 +647,9 @@ def test_memory_is_given_back_when_a_loading_ends(checkpoint, devices, why, monk
         bound.append(1)
         return everything(source, checkpoint, needs)
 
-    def counted(data, entry):
+    def counted(data, *where):
         alive.append(weakref.ref(data.untyped_storage()))
-        return tensor_of(data, entry)
+        return tensor_of(data, *where)
 
     monkeypatch.setattr(loader, "tensor_of", counted)
     gc.collect()

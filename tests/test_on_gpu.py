@@ -33,18 +33,23 @@ from dsv4 import decode, loader, ops, runtime  # noqa: E402
 from dsv4.checkpoint import Checkpoint  # noqa: E402
 from dsv4.config import PRESETS  # noqa: E402
 from dsv4.decode import Decoder, GraphDecoder, compare_with_prefill, hop_us, hops  # noqa: E402
-from dsv4.errors import DoesNotFit, KernelError  # noqa: E402
+from dsv4.errors import DoesNotFit, KernelError, UserError  # noqa: E402
 from dsv4.kernels import hop as kernels_hop  # noqa: E402
+from dsv4.kernels.experts import pack_experts  # noqa: E402
 from dsv4.kernels.hop import linked  # noqa: E402
+from dsv4.kernels.linear import pack_weights  # noqa: E402
+from dsv4.kernels.packing import Packing, pack_pair, packed_shape  # noqa: E402
 from dsv4.layers import Numerics  # noqa: E402
 from dsv4.loader import load  # noqa: E402
 from dsv4.model import Model  # noqa: E402
+from dsv4.ops.experts import Expert  # noqa: E402
 from dsv4.plan import DevicePlan, Plan, Planner, Room, Wish, make_plan  # noqa: E402
 from dsv4.prefill import Prefill  # noqa: E402
 from dsv4.sampler import Sampler, Sampling  # noqa: E402
 from dsv4.synthetic import SyntheticCheckpoint, fill  # noqa: E402
 from helpers.make_checkpoint import write_true_size  # noqa: E402
 from tests.checkpoints import MINI  # noqa: E402
+from tests.kernels.weights import KINDS, any_weight  # noqa: E402
 from tests.test_loader import everything, parts_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("DSV4_TEST_GPU") != "1", reason="needs a GPU: set DSV4_TEST_GPU=1")
@@ -374,6 +379,41 @@ def test_what_comes_through_pinned_buffers_is_what_the_checkpoint_reads(model, t
                             assert torch.equal(want.contiguous().view(torch.uint8), got.cpu().contiguous().view(torch.uint8)), name
                         else:
                             assert want == got, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows,columns", [(96, 544), (2048, 4096)])
+def test_what_a_gpu_packs_is_what_the_definition_packs(model, kind, rows, columns):
+    """Every byte and factor of experts and merged weights, slices of one buffer; the host waits for nothing before it asks for factors."""
+    device, rng = torch.device("cuda", 0), torch.Generator().manual_seed(rows)
+    experts = [Expert(*(any_weight(rng, kind, *shape) for shape in ((rows, columns), (columns, rows), (rows, columns)))) for _ in range(3)]
+
+    def there(weight):
+        buffer = torch.empty(weight.payload.nbytes + 4, dtype=torch.uint8, device=device)[4:]
+        payload = buffer.view(weight.payload.dtype) if weight.payload.element_size() == 1 else weight.payload.to(device).view(-1)
+        payload = payload.view(weight.payload.shape)
+        payload.view(torch.uint8).copy_(weight.payload.view(torch.uint8))
+        return replace(weight, payload=payload, scale=None if weight.scale is None else weight.scale.to(device))
+
+    on_gpu = [Expert(*map(there, expert)) for expert in experts]
+    want, got = pack_experts(experts[:2], experts[2]), pack_experts(on_gpu[:2], on_gpu[2])
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(want[:5], got[:5], strict=True)) and want[5:] == got[5:]
+    weights = [any_weight(rng, kind, rows, columns) for _ in range(3)]
+    on_gpu = [there(weight) for weight in weights]
+    want = pack_weights(tuple(weights))
+    assert torch.equal(pack_weights(tuple(on_gpu)).data.cpu(), want.data)
+    packing, out = Packing(2, device), torch.empty(packed_shape(weights[0].kind, rows, columns, 8), dtype=torch.uint8, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packing.pair(0, *on_gpu[:2], out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    data, factors = pack_pair(*weights[:2])
+    assert tuple(packing.factors()) == factors and torch.equal(out.cpu(), data)
+    if kind == "nvfp4":
+        on_gpu[1].scale.view(torch.uint8)[-1, -1] = 0x7F
+        with pytest.raises(UserError, match="packing: expected NVFP4 scales that are numbers, found NaN"):
+            pack_weights(tuple(on_gpu))
 
 
 def used() -> tuple[int, int]:

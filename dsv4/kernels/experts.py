@@ -12,7 +12,7 @@ from ..errors import UserError
 from . import MAX_TOKENS
 from .launch import IN, OUT, WEIGHT, WORK, Kernel, expect
 from .linear import blocks_at_once
-from .packing import FORMATS, ROWS, pack_matrix, pack_pair, packed_shape
+from .packing import FORMATS, ROWS, Packing, packed_shape
 
 _MAX_TOP_K, _MAX_EXPERTS = 8, 384
 
@@ -49,26 +49,29 @@ def pack_experts(routed: Sequence, shared) -> PackedExperts:
     """
     if not 1 <= len(routed) <= _MAX_EXPERTS:
         raise UserError(f"pack_experts: expected 1 to {_MAX_EXPERTS} experts, found {len(routed)}")
-    inner, columns = shared.w1.shape
-    factors = torch.empty(len(routed) + 1, 3)
-    up_routed, down_routed, formats_routed = _pack("expert {}", routed, inner, columns, shared.w1.device, factors[:-1])
-    up_shared, down_shared, formats_shared = _pack("the shared expert", [shared], inner, columns, shared.w1.device, factors[-1:])
+    (inner, columns), device, last = shared.w1.shape, shared.w1.device, len(routed)
+    packing = Packing(3 * last + 3, device)  # on a GPU the host looks at all of them once
+    up_routed, down_routed, formats_routed = _pack("expert {}", routed, inner, columns, device, packing, 0)
+    up_shared, down_shared, formats_shared = _pack("the shared expert", [shared], inner, columns, device, packing, last)
+    factors = torch.tensor(packing.factors()).view(-1, 3)
     formats = formats_shared[0], formats_routed[0], formats_shared[1], formats_routed[1]
-    return PackedExperts(up_shared, up_routed, down_shared, down_routed, factors.to(shared.w1.device), formats, columns, inner)
+    return PackedExperts(up_shared, up_routed, down_shared, down_routed, factors.to(device), formats, columns, inner)
 
 
 def pack_shared(up: torch.Tensor, down: torch.Tensor, kinds: tuple[str, str], shared) -> PackedExperts:
     """The shared expert packed beside `places` for routed ones of these formats, which `pack_expert` or a copy fills later: `moe` takes the
     places' numbers for experts. Their rows of `factors` are to be filled too. Errors as pack_experts."""
-    inner, columns = shared.w1.shape
-    factors = torch.ones(len(up) + 1, 3)
-    up_shared, down_shared, formats = _pack("the shared expert", [shared], inner, columns, shared.w1.device, factors[-1:])
+    (inner, columns), device = shared.w1.shape, shared.w1.device
+    packing = Packing(3, device)
+    up_shared, down_shared, formats = _pack("the shared expert", [shared], inner, columns, device, packing, 0)
+    factors = torch.tensor([1.0] * 3 * len(up) + packing.factors()).view(-1, 3)
     formats = formats[0], FORMATS[kinds[0]], formats[1], FORMATS[kinds[1]]
-    return PackedExperts(up_shared, up, down_shared, down, factors.to(shared.w1.device), formats, columns, inner)
+    return PackedExperts(up_shared, up, down_shared, down, factors.to(device), formats, columns, inner)
 
 
-def _pack(called, experts, inner, columns, device, factors):
-    """(w1 with w3, w2, the two formats) of experts of one format; fills their rows of `factors`. called: how errors name number {}."""
+def _pack(called, experts, inner, columns, device, packing, first):
+    """(w1 with w3, w2, the two formats) of experts of one format, which are number `first` and the following to `packing`. called: how
+    errors name number {}."""
     kinds = None
     numbers = itertools.count()
     for expert in experts:  # without enumerate, which holds an expert until the next one is there
@@ -76,7 +79,8 @@ def _pack(called, experts, inner, columns, device, factors):
         if kinds is None and expert.w1.kind == expert.w3.kind:
             kinds = expert.w1.kind, expert.w2.kind
             up, down = places(len(experts), kinds, inner, columns, device)
-        factors[i] = pack_expert(called.format(i), expert, kinds, inner, columns, up[i] if kinds else None, down[i] if kinds else None)
+        place = (up[i], down[i]) if kinds else (None, None)
+        pack_expert(called.format(i), expert, kinds, inner, columns, *place, packing, first + i)
         del expert
     return up, down, (FORMATS[kinds[0]], FORMATS[kinds[1]])
 
@@ -87,18 +91,18 @@ def places(count: int, kinds: tuple[str, str], inner: int, columns: int, device:
     return tuple(torch.empty(count, *shape, dtype=torch.uint8, device=device) for shape in shapes)
 
 
-def pack_expert(called: str, expert, kinds: tuple[str, str] | None, inner: int, columns: int, up: torch.Tensor,
-                down: torch.Tensor) -> torch.Tensor:
-    """Packs one ops.Expert of these formats into an expert's place of up_* and down_*; its row of `factors`, on the host. Raises UserError,
-    in which it is `called` so, for other formats or shapes."""
-    shapes = (inner, columns), (columns, inner), (inner, columns)
-    found = tuple(w.kind for w in expert), tuple(tuple(w.shape) for w in expert)
-    if kinds is None or found != ((*kinds, kinds[0]), shapes):
-        raise UserError(f"pack_experts: expected experts of one format, w1 and w3 {list(shapes[0])} alike, w2 {list(shapes[1])}, "
-                        f"found w1, w2, w3 of {', '.join(found[0])} and {', '.join(str(list(s)) for s in found[1])} in {called}")
-    _, (w1, w3) = pack_pair(expert.w1, expert.w3, up)
-    _, w2 = pack_matrix(expert.w2, down)
-    return torch.tensor([w1, w3, w2])
+def pack_expert(called: str, expert, kinds: tuple[str, str] | None, inner: int, columns: int, up: torch.Tensor, down: torch.Tensor,
+                packing: Packing, number: int) -> None:
+    """Packs one ops.Expert of these formats into an expert's place of up_* and down_*; `packing` has its row of `factors` from number
+    3 * `number` on. Raises UserError, in which it is `called` so, for other formats or shapes."""
+    w1, w2, w3 = expert
+    if kinds is None or (w1.kind, w2.kind, w3.kind) != (*kinds, kinds[0]) or w1.shape != (inner, columns) or w2.shape != (columns, inner) \
+            or w3.shape != w1.shape:
+        raise UserError(f"pack_experts: expected experts of one format, w1 and w3 {[inner, columns]} alike, w2 {[columns, inner]}, "
+                        f"found w1, w2, w3 of {', '.join(w.kind for w in expert)} and {', '.join(str(list(w.shape)) for w in expert)} in "
+                        f"{called}")
+    packing.pair(3 * number, w1, w3, up)
+    packing.matrix(3 * number + 2, w2, down)
 
 
 def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: torch.Tensor, limit: float, activations: str = "bf16",

@@ -11,7 +11,7 @@ from ..errors import UserError
 from ..formats import Weight
 from . import MAX_TOKENS
 from .launch import HOST, IN, OUT, WEIGHT, Kernel, expect
-from .packing import FORMATS, ROWS, pack_matrix, packed_shape
+from .packing import FORMATS, ROWS, Packing, packed_shape
 
 _linear = Kernel("linear", {"x": IN, "weights": WEIGHT, "table": HOST, "first_item": HOST, "out": OUT, "segments": int, "blocks": int,
                             "tiles": int, "tokens": int, "columns": int, "x_stride": int, "group_tiles": int, "bfloat16": int,
@@ -57,12 +57,12 @@ def pack_weights(weights: tuple[Weight, ...]) -> PackedWeights:
         raise UserError(f"pack_weights: expected 1 to {MAX_WEIGHTS} weights [out, in] of one in, found {[list(w.shape) for w in weights]}")
     shapes = tuple(packed_shape(w.kind, *w.shape) for w in weights)
     sizes = [tiles * items * size for tiles, items, size in shapes]
-    data, table, at = torch.empty(sum(sizes), dtype=torch.uint8, device=weights[0].device), [], 0
-    for weight, shape, size in zip(weights, shapes, sizes, strict=True):
-        _, factor = pack_matrix(weight, data[at : at + size].view(shape))
-        bits = int(torch.tensor(factor, dtype=torch.float32).view(torch.int32))
-        table.append([at, FORMATS[weight.kind], weight.shape[0], bits])
-        at += size
+    data, packing, at = torch.empty(sum(sizes), dtype=torch.uint8, device=weights[0].device), Packing(len(weights), weights[0].device), [0]
+    for number, (weight, shape, size) in enumerate(zip(weights, shapes, sizes, strict=True)):
+        packing.matrix(number, weight, data[at[-1] : at[-1] + size].view(shape))
+        at.append(at[-1] + size)
+    bits = torch.tensor(packing.factors(), dtype=torch.float32).view(torch.int32).tolist()
+    table = [[begin, FORMATS[w.kind], w.shape[0], factor] for begin, w, factor in zip(at[:-1], weights, bits, strict=True)]
     return PackedWeights(data, columns.pop(), tuple(w.shape[0] for w in weights), torch.tensor(table, dtype=torch.int64), shapes)
 
 

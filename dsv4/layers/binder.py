@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError, UserError
+from ..errors import CheckpointError, KernelError, UserError
 from ..formats import Weight
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Binder:
         """pack(*weights), where what the kernels refuse of a weight is said with its name."""
         try:
             return pack(*weights)
-        except CheckpointError:  # of reading what is packed
+        except (CheckpointError, KernelError):  # of reading what is packed; of the kernel that packs
             raise
         except UserError as error:
             raise UserError(f"{self.prefix}{name}: {error}: run with --backend torch") from None
