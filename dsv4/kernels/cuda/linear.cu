@@ -8,7 +8,7 @@
 // blocks, so 2 for some, 18 % above the mean: 5 of 33 us. Clusters of blocks that add up in each other's shared memory were tried instead:
 // on an H200 they cost 2 us (2 blocks) to 12 (4 blocks, of which 66 clusters do not fit at once).
 //
-// Reads every weight once. Measured on an H200: bytes / 4.6 TB/s + 3.5 us (2.5 up to 60 MB, with two slots), of which 1 us is the end of a
+// Reads every weight once. Measured on an H200: bytes / 4.6 TB/s + 3.5 us (2.5 up to 50 MB, with two slots), of which 1 us is the end of a
 // block (its pieces, and code that is in no cache yet) and 1 the start of the next; 4.2 us with nothing to read. Instructions a lane and
 // item: 470 (FP4), 230 (FP8), 24 (bf16), and about 75 around them. x is read through L1 for every tile. At most 112 registers, so that the
 // blocks of a small kernel behind this one find room beside two of these.
@@ -18,7 +18,7 @@
 
 constexpr int kMaxSegments = 8, kMaxBlocks = 320;
 constexpr int kEach = 2;                // rows of a tile that a thread adds up and writes; 4 are no faster with 8 tokens, slower with one
-constexpr int kFewItems = 7 * kWarps;   // of a block: about 60 MB in all
+constexpr int kFewItems = 6 * kWarps;   // of a block: about 50 MB in all
 
 // One weight of the launch: `weights` is a byte offset; `first_tile`, `first_item` are its place in the launch, `out` the output columns
 // before it.
@@ -203,13 +203,16 @@ extern "C" int linear(const void* x, const void* weights, const int64_t* table, 
         item = item_bytes(s.format) > item ? item_bytes(s.format) : item;
     }
     plan.part = int64_t(plan.segment[segments].out) * tokens;
-    for (int i = 0; i <= blocks; i++) plan.first_item[i] = first_item[i];
-    // Three slots where a block has many items, these are small, L1 need hold little of x, and pieces for all tiles fit beside them; else
+    int most = 0;  // items of a block
+    for (int i = 0; i <= blocks; i++) {
+        plan.first_item[i] = first_item[i];
+        if (i && first_item[i] - first_item[i - 1] > most) most = first_item[i] - first_item[i - 1];
+    }
+    // Three slots where blocks have many items, these are small, L1 need hold little of x, and pieces for all tiles fit beside them; else
     // two, and pieces for as many tiles as there is room for. Of few items, blocks that begin early would ask for so many that those which
-    // are late in the launch before wait: on an H200 44 MB took 12.4 us with three slots and 11.9 with two, 60 MB 15.4 and 15.3, 80 MB 21.8
-    // and 22.3.
-    const bool deep = plan.segment[segments].first_item > kFewItems * blocks && item <= item_bytes(kFp8) &&
-                      int64_t(tokens) * columns <= 16384;
+    // are late in the launch before wait: on an H200 44 MB took 12.4 us with three slots and 11.9 with two, 60 MB (56 items a block) 15.4
+    // and 15.3, 80 MB 21.8 and 22.3, CSA's projections of x (56 items, 228 blocks) 13.4 and 14.0.
+    const bool deep = most > kFewItems && item <= item_bytes(kFp8) && int64_t(tokens) * columns <= 16384;
     plan.layout = {deep ? 3 : 2, (item + 127) / 128 * 128, tiles, tokens};
     if (plan.layout.bytes() > kSharedBytes) plan.layout.depth = 2;
     while (plan.layout.bytes() > kSharedBytes && plan.layout.pieces > 1) plan.layout.pieces--;
