@@ -457,6 +457,7 @@ def test_a_gpu_whose_memory_runs_out_while_loading(model, tmp_path, monkeypatch,
 
 
 def test_ctrl_c_while_loading_gives_all_back(model):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
     checkpoint, calls = Checkpoint.open(FOLDER), []
     layers = tuple(range(checkpoint.config.num_hidden_layers))
     plan = Plan(layers, (DevicePlan(torch.device("cuda", 0), layers, 0, 0, 0, 0),), 64, 8, False)
