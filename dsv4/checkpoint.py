@@ -26,7 +26,7 @@ import torch
 from .config import PRESETS, ModelConfig
 from .errors import CheckpointError
 from .formats import MXFP4_BLOCK, NVFP4_BLOCK, Weight, from_reciprocal
-from .shards import FLOATS, PACKED, Entry, Stamp, read_entry, read_header, stamp_of
+from .shards import FLOATS, PACKED, Entry, Stamp, read_entry, read_header, stamp_of, tensor_of
 
 # ------------------------------------------------------------------------------------------------------------- names
 # Native names are DeepSeek's own ("layers.3.attn.wq_a.weight"). This is the one table of other spellings: transformers'
@@ -635,6 +635,19 @@ class Checkpoint:
         if problem is not None:
             raise CheckpointError(f"{layout.scale.shard}: {layout.scale.key}: {problem}; the checkpoint is damaged: fetch the shard again")
         return weight
+
+    def check_scales(self, name: str) -> None:
+        """Reads a linear's scales, without its payload. Raises CheckpointError as `weight`."""
+        layout = self._layouts.get(name)
+        if layout is None or layout.kind == "plain":
+            return
+
+        def read(entry):
+            if entry is not layout.payload:
+                return self.read(entry)
+            return tensor_of(torch.empty(entry.nbytes, dtype=torch.uint8, device="meta"), entry)
+
+        self.weight(name, read)
 
     def fp8_scales(self, name: str) -> torch.Tensor | None:
         """The scales of an FP8 linear, read now, where their dtype allows other numbers than powers of two; else None."""

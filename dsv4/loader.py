@@ -30,7 +30,7 @@ import torch
 
 from . import runtime
 from .checkpoint import Checkpoint, Layout, Need, human_bytes
-from .errors import CheckpointError, DoesNotFit, KernelError, UserError
+from .errors import DoesNotFit, KernelError, UserError
 from .formats import Weight
 from .shards import TORCH_DTYPES, Entry, Run, read_range, runs_of, tensor_of
 from .synthetic import SyntheticCheckpoint
@@ -93,10 +93,12 @@ class Source:
             self._given.append(name)
         return self._checkpoint.weight(name, self._take, self._check)
 
-    def look_again(self) -> None:
-        """Raises the CheckpointError that says what is wrong with the scales of a weight, if it is that; reads them once more."""
+    def look_again(self, look_up: Callable[[], None]) -> None:
+        """Raises the CheckpointError that says what is wrong with the scales of a weight, if it is that; reads these once more, and calls
+        `look_up` between two."""
         for name in self._given:
-            self._checkpoint.weight(name)
+            look_up()
+            self._checkpoint.check_scales(name)
 
 
 class _Asked:
@@ -349,15 +351,14 @@ class _Loading:
                 if lane.stream is not None:
                     torch.cuda.current_stream(lane.device).synchronize()  # an error in it belongs here
 
-    @staticmethod
-    def _bind(part, source):
+    def _bind(self, part, source):
         try:
             return part.bind(source)
-        except (CheckpointError, KernelError):
+        except KernelError:
             raise
-        except UserError:
+        except UserError:  # of packing, or of a weight that was dequantised and is not finite
             if isinstance(source, Source):
-                source.look_again()
+                source.look_again(lambda: self._look_up(TICK))
             raise
 
     def _source(self, lane, number):
@@ -399,7 +400,7 @@ class _Loading:
             pieces += [_Piece(unit, run, run.begin + at, data[at : at + PIECE]) for at in range(0, run.nbytes, PIECE)]
         if lane.stream is not None:  # the memory may have been another unit's, whose last use is queued there
             lane.stream.wait_event(torch.cuda.current_stream(lane.device).record_event())
-        unit.places, unit.left = places, len(pieces)
+        unit.places, unit.left, unit.read = places, len(pieces), not pieces
         lane.ahead += unit.counted
         with self.lock:
             lane.waiting.remove(unit)

@@ -343,22 +343,49 @@ def damage(checkpoint, name):
 
 @pytest.mark.parametrize("name", ["layers.2.ffn.experts.3.w2", "layers.2.attn.wq_a"])
 @pytest.mark.parametrize("packs,staged", [(False, True), (True, False), (True, True)])
-def test_scales_that_are_nan(checkpoint, monkeypatch, name, packs, staged):
-    """Where packing looks at them, on a GPU, they are not looked at before; what it says then comes out with the tensor's name."""
+@pytest.mark.parametrize("said", [UserError("packing: expected scales that are numbers, found NaN"),
+                                  CheckpointError("layers.2.x.weight: expected finite numbers, found NaN or infinity")])
+def test_scales_that_are_nan(checkpoint, monkeypatch, name, packs, staged, said):
+    """Where packing looks at them, on a GPU, they are not looked at before; what it says then, or whoever dequantised the weight, comes out
+    with the tensor's name. For that scales are read again, and nothing else."""
     monkeypatch.setattr(loader, "_staged", lambda device: staged)
-    entry, asked = damage(checkpoint, name), []
+    entry, asked, again, read = damage(checkpoint, name), [], [], Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, entry: again.append(entry) or read(self, entry))
 
     def bind(source, checkpoint, needs):
         for need in needs:
             if need.linear:
                 asked.append(need.name)
                 source.weight(need.name)
-        raise UserError("packing: expected scales that are numbers, found NaN")
+        raise said
 
     parts = [replace(part, packs=packs) for part in parts_of(checkpoint, bind=bind)[3:4]]
     with pytest.raises(CheckpointError, match=f"{entry.shard}: {re.escape(entry.key)}: .* NaN.*; the checkpoint is damaged: fetch the sha"):
         load(checkpoint, parts)
     assert (asked[-1] == name) == (not (packs and staged))
+    scales = {e for layout in checkpoint._layouts.values() for e in (layout.scale, layout.global_scale)}
+    assert bool(again) == (packs and staged) and set(again) <= scales
+
+
+def test_a_second_look_can_be_stopped(checkpoint, monkeypatch):
+    """And is told, as it may take long."""
+    monkeypatch.setattr(loader, "_staged", lambda device: True)
+    read, calls = Checkpoint.read, []
+    monkeypatch.setattr(Checkpoint, "read", lambda self, entry: time.sleep(loader.TICK) or read(self, entry))
+
+    def bind(source, checkpoint, needs):
+        for need in needs:
+            if need.linear:
+                source.weight(need.name)
+        raise UserError("packing: expected other weights")
+
+    def on_progress(count, part, device):
+        calls.append(count)
+        if count == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(checkpoint, [replace(part, packs=True) for part in parts_of(checkpoint, bind=bind)[2:3]], on_progress)
 
 
 def test_what_packing_refuses_of_a_good_checkpoint_comes_out(checkpoint, monkeypatch):
