@@ -639,15 +639,9 @@ class Checkpoint:
     def check_scales(self, name: str) -> None:
         """Reads a linear's scales, without its payload. Raises CheckpointError as `weight`."""
         layout = self._layouts.get(name)
-        if layout is None or layout.kind == "plain":
-            return
-
-        def read(entry):
-            if entry is not layout.payload:
-                return self.read(entry)
-            return tensor_of(torch.empty(entry.nbytes, dtype=torch.uint8, device="meta"), entry)
-
-        self.weight(name, read)
+        if layout is not None and layout.kind != "plain":
+            payload = tensor_of(torch.empty(layout.payload.nbytes, dtype=torch.uint8, device="meta"), layout.payload)
+            self.weight(name, lambda entry: payload if entry is layout.payload else self.read(entry))
 
     def fp8_scales(self, name: str) -> torch.Tensor | None:
         """The scales of an FP8 linear, read now, where their dtype allows other numbers than powers of two; else None."""
