@@ -22,6 +22,7 @@ test: lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 gpu-test: .venv/tests
+	@.venv/bin/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('gpu-test: expected a GPU that torch sees, found none: make test needs none')"
 	DSV4_TEST_GPU=1 .venv/bin/python -m pytest tests/kernels tests/emulator tests/test_on_gpu.py
 
 lint: .venv/tests

@@ -100,7 +100,7 @@ def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         p.error(f"expected one prompt, found {' and '.join(sources)}: give one of them")
     alone = [flag for flag, given in (("--inspect", args.inspect), ("--plan", args.plan)) if given]
     if others := alone and alone[1:] + sources + ["--print-prompt"] * args.print_prompt:
-        p.error(f"{alone[0]} does not go with {others[0]}: it looks at the checkpoint alone")
+        p.error(f"{alone[0]} does not go with {others[0]}: it runs nothing; leave one out (--context N plans for N tokens)")
     if not sources and not alone:
         p.error("expected a prompt, found none: give PROMPT, --prompt-file, --messages, --prompt-ids or --random-prompt")
     ids = args.prompt_ids or args.random_prompt
@@ -310,7 +310,7 @@ def run_prompt(args: argparse.Namespace, prompt, interrupt: Interrupt, started: 
                   "reserved": runtime.reserved_bytes([d.device for d in plan.devices])}
         print(json.dumps(result | ({"error": failure} if failure else {}), ensure_ascii=False))
     if failure is None or answer.ids:
-        say(run_line(timing, memory, planned, finish, streamed, hop))
+        say(run_line(timing, memory, planned, "error" if answer.broken else finish, streamed, hop))
     if failure is not None:
         say(f"error: {failure}")
     if answer.broken is not None:

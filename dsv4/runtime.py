@@ -31,11 +31,11 @@ def prepare_torch(layer_bytes: int) -> None:
         torch.set_num_threads(1)
 
 
-def resolve_device(spec: str) -> torch.device:
-    """A helper's --device: `cpu`, or one GPU such as `cuda:0`. Raises UserError for what is not there."""
+def resolve_device(spec: str, instead: str = "--device cpu") -> torch.device:
+    """A helper's --device: `cpu`, or one GPU such as `cuda:0`. Raises UserError for what is not there; `instead`: what to use then."""
     if spec == "auto" or "," in spec:
         raise UserError(f"--device: expected cpu or one GPU such as cuda:0, found {spec!r}")
-    return resolve_devices(spec, flag="--device", expected="cpu or one GPU such as cuda:0", instead="--device cpu")[0]
+    return resolve_devices(spec, flag="--device", expected="cpu or one GPU such as cuda:0", instead=instead)[0]
 
 
 def resolve_devices(spec: str, machine: Machine | None = None, flag: str = "--devices",

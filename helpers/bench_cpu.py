@@ -26,12 +26,13 @@ QUESTION = "What is the capital of France?"
 def seconds(*argv: str) -> tuple[float, float]:
     """(to the first byte on standard output, to the end) of one run of the script."""
     start = time.perf_counter()
-    child = subprocess.Popen([sys.executable, SCRIPT, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen([sys.executable, SCRIPT, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     child.stdout.read(1)
     first = time.perf_counter() - start
-    child.stdout.read()
-    if child.wait():
-        sys.exit(f"{' '.join(argv)}: exit code {child.returncode}")
+    said = child.communicate()[1].decode().strip()
+    if child.returncode:
+        print(said.splitlines()[-1] if said else f"error: {' '.join(argv)}: exit code {child.returncode}", file=sys.stderr)
+        sys.exit(child.returncode)
     return first, time.perf_counter() - start
 
 

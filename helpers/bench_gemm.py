@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         check_outputs(args.json, None)
-        device = runtime.resolve_device(args.device)
+        device = runtime.resolve_device(args.device, "a machine with one")
         args.kinds = args.kinds or kinds_of(device)
         runtime.prepare_torch(1 << 30)
         start, results = machine(device), []

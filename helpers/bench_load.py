@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from single_shot_inference import layer_range, whole  # noqa: E402
+from dsv4.errors import UserError  # noqa: E402
+from single_shot_inference import OneLineParser, layer_range, whole  # noqa: E402
 
 PIECE = 32 << 20
 
@@ -96,15 +97,26 @@ def load_rate(checkpoint, plan, numerics, threads: int | None = None) -> float:
     return sum(total) / seconds / 1e9
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(description=__doc__.split(":")[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--layers", type=layer_range)
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--threads", default="1,2,4,8")
+    parser.add_argument("--threads", type=lambda text: [whole(1, 256)(part) for part in text.split(",")], default=[1, 2, 4, 8],
+                        help="reading threads, with commas (default: 1,2,4,8)")
     parser.add_argument("--repeat", type=whole(1), default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    try:
+        measure(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Prints the table."""
     import torch
 
     from dsv4 import ops, runtime
@@ -114,6 +126,8 @@ def main() -> None:
 
     checkpoint = Checkpoint.open(args.model)
     layers = range(*(args.layers or (0, checkpoint.config.num_hidden_layers)))
+    if layers.stop > checkpoint.config.num_hidden_layers:
+        raise UserError(f"--layers: expected at most 0:{checkpoint.config.num_hidden_layers}, found {layers.start}:{layers.stop}")
     runtime.prepare_torch(max(checkpoint.layer_bytes(n) for n in layers))
     devices = runtime.resolve_devices(args.devices)
     dtype = torch.float32 if devices[0].type == "cpu" else torch.bfloat16
@@ -131,18 +145,18 @@ def main() -> None:
           f"backend {ops.selected_backend()}{', dequantised' * plan.keep_dequantised}")
     rates = {}
     for _ in range(args.repeat):
-        for count in map(int, args.threads.split(",")):
+        for count in args.threads:
             for fresh in (False, True):
                 name = f"plain reads, {count} threads, {'fresh memory' if fresh else 'one buffer each'}"
                 rates.setdefault(name, []).append(read_rate(files, count, fresh))
         for share in plan.devices:
             if share.device.type == "cuda":
                 rates.setdefault(f"pinned copies to {share.device}", []).append(link_rate(share.device))
-        for count in map(int, args.threads.split(",")):
+        for count in args.threads:
             rates.setdefault(f"load, {count} reading threads", []).append(load_rate(checkpoint, plan, numerics, count))
     for name, values in rates.items():
         print(f"{name:<44}{statistics.median(values):7.2f} GB/s   ({min(values):.2f} to {max(values):.2f})")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

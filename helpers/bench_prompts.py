@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         check_outputs(args.json, None)
-        device = runtime.resolve_device(args.device)
+        device = runtime.resolve_device(args.device, "a machine with one")
         check_device(device)
         runtime.prepare_torch(1 << 30)
         start, results = machine(device), []

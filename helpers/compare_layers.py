@@ -498,7 +498,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args.json, args.plot)
-    device, wrappers = runtime.resolve_device(args.device), kernels.wrappers()
+    device, wrappers = runtime.resolve_device(args.device, "a machine with one"), kernels.wrappers()
     if args.preset:
         check_format(args.format, device)
     checkpoint = SyntheticCheckpoint(PRESETS[args.preset], args.format, device, args.seed) if args.preset else Checkpoint.open(args.model)

@@ -59,7 +59,7 @@ def test_devices_whose_tensor_cores_it_does_not_need(monkeypatch, capsys):
     monkeypatch.setattr(bench_prompts, "Dense", lambda *_: pytest.fail("drew weights"))
     assert bench_prompts.main(["--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith("error: --device: expected a Hopper GPU such as cuda:0, found cpu: ")
-    monkeypatch.setattr(bench_prompts.runtime, "resolve_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(bench_prompts.runtime, "resolve_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA B200")
     assert bench_prompts.main([]) == 2

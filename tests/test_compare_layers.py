@@ -155,7 +155,7 @@ def test_limits_and_formats_that_are_refused(monkeypatch, capsys):
         error = refused(compare_layers, ["--preset", "tiny", "--limit", limit, *CPU], monkeypatch, capsys)
         assert f"--limit: expected a finite number above 0 and up to 1, found '{limit}'" in error
     assert compare_layers.parse(["--limit", "1"]).limit == 1
-    monkeypatch.setattr(runtime, "resolve_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(runtime, "resolve_device", lambda *_: torch.device("cuda", 0))
     error = refused(compare_layers, ["--preset", "tiny", "--format", "f32"], monkeypatch, capsys)
     assert "found f32: its weights are fp32, which the kernels' bf16 does not hold" in error
 
