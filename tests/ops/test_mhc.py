@@ -108,8 +108,8 @@ def test_collapse_with_zeros_one_iteration_and_saturated_logits(rng):
 
 
 def test_trap_03_sinkhorn_ends_on_the_column_step(rng):
-    """Column sums are 1 to about hc_eps; row sums are not, for logits that 20 iterations do not bring to balance: those of a triangle, whose
-    upper half a balanced matrix has to give up."""
+    """Column sums are 1 to about hc_eps; row sums are not, for logits that 20 iterations do not bring to balance: those of a triangle,
+    whose upper half a balanced matrix has to give up."""
     X, fn, base, scale = site(rng, 50, 4, 16)
     base[8:] = -30 * torch.ones(4, 4).tril(-1).flatten()
     _, _, comb = ops.collapse(X, fn, base, scale, **CONSTANTS)
