@@ -38,7 +38,7 @@ from dsv4.kernels import hop as kernels_hop  # noqa: E402
 from dsv4.kernels.experts import pack_experts  # noqa: E402
 from dsv4.kernels.hop import linked  # noqa: E402
 from dsv4.kernels.linear import pack_weights  # noqa: E402
-from dsv4.kernels.packing import Packing, pack_pair, packed_shape  # noqa: E402
+from dsv4.kernels.packing import Packing, packed_shape  # noqa: E402
 from dsv4.layers import Numerics  # noqa: E402
 from dsv4.loader import load  # noqa: E402
 from dsv4.model import Model  # noqa: E402
@@ -49,7 +49,7 @@ from dsv4.sampler import Sampler, Sampling  # noqa: E402
 from dsv4.synthetic import SyntheticCheckpoint, fill  # noqa: E402
 from helpers.make_checkpoint import write_true_size  # noqa: E402
 from tests.checkpoints import MINI  # noqa: E402
-from tests.kernels.weights import KINDS, any_weight  # noqa: E402
+from tests.kernels.weights import KINDS, any_weight, pack_pair  # noqa: E402
 from tests.test_loader import everything, parts_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("DSV4_TEST_GPU") != "1", reason="needs a GPU: set DSV4_TEST_GPU=1")

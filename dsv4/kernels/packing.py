@@ -123,29 +123,6 @@ class Packing:
               block_rows=block[0], block_columns=block[1], row_offset=offset, scale_rows=scales[0], scale_columns=scales[1], floats=floats)
 
 
-def pack_matrix(weight: Weight, out: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
-    """`weight` as uint8 [tiles, items, item bytes] (into `out` if given) and the factor by which the kernels' sums must be multiplied.
-    Errors as Packing.matrix."""
-    out = _destination(weight, ROWS, out)
-    packing = Packing(1, weight.device)
-    packing.matrix(0, weight, out)
-    return out, packing.factors()[0]
-
-
-def pack_pair(first: Weight, second: Weight, out: torch.Tensor | None = None) -> tuple[torch.Tensor, tuple[float, float]]:
-    """Two weights as Packing.pair packs them; returns as pack_matrix, with a factor each."""
-    out = _destination(first, ROWS // 2, out)
-    packing = Packing(2, first.device)
-    packing.pair(0, first, second, out)
-    return out, tuple(packing.factors())
-
-
-def _destination(weight, tile_rows, out):
-    if out is None:
-        return torch.empty(packed_shape(weight.kind, *weight.shape, tile_rows), dtype=torch.uint8, device=weight.device)
-    return out
-
-
 def _check_destination(weight, tile_rows, out):
     shape = packed_shape(weight.kind, *weight.shape, tile_rows)
     if out.dtype != torch.uint8 or out.shape != shape or not out.is_contiguous():

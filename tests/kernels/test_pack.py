@@ -9,12 +9,12 @@ from dsv4.errors import UserError
 from dsv4.formats import Weight
 from dsv4.kernels import build, packing
 from dsv4.kernels.experts import pack_experts
-from dsv4.kernels.packing import Packing, pack_matrix, pack_pair, packed_shape
+from dsv4.kernels.packing import Packing, packed_shape
 from dsv4.ops.experts import Expert
 
 from ..emulator.emulator import emulated, needs_gxx
 from .test_packing import SHAPES
-from .weights import KINDS, any_weight
+from .weights import KINDS, any_weight, pack_matrix, pack_pair
 
 pytestmark = needs_gxx
 

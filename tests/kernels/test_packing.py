@@ -8,9 +8,9 @@ import torch
 from dsv4.errors import UserError
 from dsv4.formats import Weight
 from dsv4.kernels import build, packing
-from dsv4.kernels.packing import BF16, FP8, MXFP4, NVFP4, pack_matrix, pack_pair, packed_shape
+from dsv4.kernels.packing import BF16, FP8, MXFP4, NVFP4, packed_shape
 
-from .weights import KINDS, any_weight
+from .weights import KINDS, any_weight, pack_matrix, pack_pair
 
 SHAPES = [(1, 16), (15, 48), (16, 512), (17, 528), (40, 192), (130, 1040), (33, 1024)]
 

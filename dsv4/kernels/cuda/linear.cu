@@ -211,7 +211,7 @@ extern "C" int linear(const void* x, const void* weights, const int64_t* table, 
     // Three slots where blocks have many items, these are small, L1 need hold little of x, and pieces for all tiles fit beside them; else
     // two, and pieces for as many tiles as there is room for. Of few items, blocks that begin early would ask for so many that those which
     // are late in the launch before wait: on an H200 44 MB took 12.4 us with three slots and 11.9 with two, 60 MB (56 items a block) 15.4
-    // and 15.3, 80 MB 21.8 and 22.3, CSA's projections of x (56 items, 228 blocks) 13.4 and 14.0.
+    // and 15.3, 80 MB 21.8 and 22.3; CSA's projections of x (56 items, 228 blocks) 13.1 and, on a machine 2 % slower, 14.0.
     const bool deep = most > kFewItems && item <= item_bytes(kFp8) && int64_t(tokens) * columns <= 16384;
     plan.layout = {deep ? 3 : 2, (item + 127) / 128 * 128, tiles, tokens};
     if (plan.layout.bytes() > kSharedBytes) plan.layout.depth = 2;

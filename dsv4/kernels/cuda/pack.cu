@@ -2,8 +2,9 @@
 // code is the definition, byte by byte).
 //
 // A block makes an item, a thread 16 bytes of its codes. What a warp reads of a row are 32 bytes, whole sectors; it writes 512 bytes at
-// once. Read once, written once: an expert of Flash is 13.4 MB, 27 MB of traffic, about 10 us on an H200 (not measured), beside 400 us for
-// its way to the GPU. So 8 bytes a load are enough, and addresses need only be multiples of 4: payloads are slices of what was read.
+// once. Read once, written once: an expert of Flash is 13.4 MB, 27 MB of traffic, for which 10 us were predicted; an H200 takes 17, in two
+// launches (docs/measurements.md), beside 250 us for its way there. So 8 bytes a load are enough, and addresses need only be multiples of
+// 4: payloads are slices of what was read.
 //
 // The words are re-coded by shifts: expand_e2m1 and expand_e4m3 are linear over GF(2), and so is their inverse. What is wrong with a
 // weight, and what factor MXFP4 gets, stands in its record of `found` (zeros before), at which the host looks once for many weights. MXFP4
@@ -216,8 +217,8 @@ extern "C" int pack(const uint8_t* codes, const uint8_t* scales, const uint8_t* 
         return cudaErrorInvalidValue;
     const uintptr_t places = reinterpret_cast<uintptr_t>(codes) | reinterpret_cast<uintptr_t>(second_codes) | uintptr_t(row_bytes);
     const int unit = places % 8 == 0 ? 8 : places % 4 == 0 ? 4 : 1;
-    const Weights weights{codes, second_codes, scales, second_scales, found + kRecord * record, rows, columns, row_bytes, pair, unit, block_rows,
-                          block_columns, row_offset, scale_rows, scale_columns, floats};
+    const Weights weights{codes, second_codes, scales, second_scales, found + kRecord * record, rows, columns, row_bytes, pair, unit,
+                          block_rows, block_columns, row_offset, scale_rows, scale_columns, floats};
     switch (format) {
         case kBf16: return launch<kBf16>(weights, out, tiles, stream);
         case kFp8: return launch<kFp8>(weights, out, tiles, stream);

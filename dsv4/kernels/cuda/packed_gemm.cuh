@@ -30,8 +30,8 @@
 // tokens, 830 with 96, 650 with 64 and 540 with 32: a product waits for the one before, as its A comes from registers, and ptxas puts all
 // that expands the next chunk behind the fourth one, where it hides behind that alone. Expanding the next product's weights behind each
 // product, which ptxas cannot move, was slower. Two narrow blocks take 1,430 cycles for a chunk each with 96 tokens, 1,140 with 64 and 900
-// with 32, a seventh less than one after the other, where their schedulers need 400 (docs/measurements.md). One dense product has too few
-// tiles for two blocks an SM to be worth it: 57 us and not 50 for 1,024 tokens of Pro's wq_a.
+// with 32 (at 1.7 GHz, assumed), a seventh less than one after the other, where their schedulers need 400 (docs/measurements.md). One dense
+// product has too few tiles for two blocks an SM to be worth it: 57 us and not 50 for 1,024 tokens of Pro's wq_a.
 //
 // ptxas adds up the registers of all products of a kernel that may be on their way around a loop. Where they are too many, it makes every
 // wgmma wait for the one before ("insufficient register resources", without spilling any): with all widths in one kernel; in the narrow one

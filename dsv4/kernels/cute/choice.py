@@ -18,7 +18,7 @@ STAGE_US = {("bf16", 128, 256): 0.66, ("bf16", 128, 192): 0.50, ("bf16", 128, 12
 # processor, bytes a us that it gets from L2, and the share of a load's time that is felt where the tensor cores take longer.
 NVFP4_FLOPS, NVFP4_L2_BYTES, LOADS_SHARE = 45e6, 110e3, 0.2
 # Times as long in a cluster of 2, which saves loads from L2: for few tiles these are the limit.
-SHARED_LOADS = {"bf16": 1.01, ("e4m3", 128): 1.12, ("e4m3", 192): 0.98}
+SHARED_LOADS = {("bf16", 128): 1.01, ("bf16", 192): 1.01, ("bf16", 256): 1.01, ("e4m3", 128): 1.12, ("e4m3", 192): 0.98}
 MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, **dict.fromkeys(NVFP4_KINDS, 7e6)}  # a us, of the whole GPU
 LAUNCH_US = 2.8
 TILE_US = 0.53  # storing a tile, 128 columns of it; the loads of the next tile go on
@@ -32,7 +32,7 @@ def stage_us(tile: Tile) -> float:
         multiply = 2 * tile.rows * tile.columns * tile.depth / NVFP4_FLOPS
         load = (tile.rows + tile.columns / tile.cluster) * 128 / NVFP4_L2_BYTES
         return max(load, multiply + LOADS_SHARE * load)
-    shared = SHARED_LOADS.get(tile.kind) or SHARED_LOADS[tile.kind, tile.columns] if tile.cluster > 1 else 1
+    shared = SHARED_LOADS[tile.kind, tile.columns] if tile.cluster > 1 else 1
     return STAGE_US[tile.kind, tile.rows, tile.columns] * shared
 
 

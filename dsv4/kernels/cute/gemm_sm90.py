@@ -10,8 +10,8 @@ ring of stages, each 128 bytes of K wide (one atom of the 128-byte swizzle: 64 b
 `empty[stage]` that every reader is done with it. Each warpgroup has a wgmma in flight while it waits for the next stage; with e4m3 it also
 adds the last block's products to its sums meanwhile, for which tiles of 128 columns have two sets of registers. Those of 192 have one, and
 leave it to the other warpgroup to multiply meanwhile: they read 104 KB of shared memory and TMA's copies for 1.5 times the products of 80
-KB, and that memory, at 128 bytes a cycle, takes longer than the tensor cores (80 KB: 640 cycles; the products 512). A block goes from tile
-to tile until none is left; while one tile is stored, the next one's stages come.
+KB, and by count that memory, at 128 bytes a cycle, takes longer than the tensor cores (80 KB: 640 cycles; the products 512). A block goes
+from tile to tile until none is left; while one tile is stored, the next one's stages come.
 
 cluster: blocks one below the other need the same w, so each loads a part of it for all (multicast), which halves what comes from L2. A
 stage is empty when the warpgroups of all of them are done with it.
