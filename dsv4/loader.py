@@ -3,12 +3,14 @@ buffers and their order; knows nothing of what a layer does with its weights.
 
 Reading threads take pieces of files, from all devices in turn. Each device has a thread that binds its parts in order (a single device has
 the calling thread), and AHEAD bytes are read before it asks for them, whichever part they are of: what is packed while it is read is never
-there as a whole. A CPU's bytes are read to where they stay. A GPU's go through two pinned buffers a reading thread, a piece each, and are
-copied on a stream of their own. Routed experts are read by number, each (or as many small ones as make up a piece) as the ranges that it is
-on disk, and their tensors are views; anything else is read by itself, so that keeping a norm does not keep a layer.
+there as a whole. A CPU's bytes are read to where they stay. A GPU's go through a reading thread's pinned slots and are copied on a stream
+of the device's own. Routed experts are read by number, each (or as many small ones as make up a piece) as the ranges that it is on disk,
+and their tensors are views; anything else is read by itself, so that keeping a norm does not keep a layer.
 
-The binding thread is Python, and what it does for an expert is what a load to a GPU waited for (docs/design.md, docs/measurements.md): it
-waits once a unit and takes its tensors without a lock, calls torch once or twice a tensor, and is woken only with what it waits for.
+All these threads are Python's, and for its lock a load to a GPU waited more than for anything else (docs/design.md, docs/measurements.md).
+So where kernels run, a piece is read and copied by one call without that lock (kernels/read_to_gpu.py); without them, where there need be
+no compiler, by some calls a slot. The binding thread waits once a unit and takes its tensors without a lock, calls torch once or twice a
+tensor, and is woken only with what it waits for.
 
 Weights that are drawn (synthetic.py) take no reading threads: each is drawn on its device by the thread that binds it, when it is asked
 for, and nothing ahead of that.
@@ -17,13 +19,14 @@ for, and nothing ahead of that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,14 +35,17 @@ from . import runtime
 from .checkpoint import Checkpoint, Layout, Need, human_bytes
 from .errors import DoesNotFit, KernelError, UserError
 from .formats import Weight
-from .shards import TORCH_DTYPES, Entry, Run, read_range, runs_of, tensor_of
+from .kernels.read_to_gpu import read_to_gpu
+from .shards import TORCH_DTYPES, Entry, Run, open_shard, read_range, runs_of, tensor_of
 from .synthetic import SyntheticCheckpoint
 
-PIECE = 16 << 20  # bytes that a thread reads at once
+PIECE = 80 << 20  # bytes that a thread takes at once: two experts of Pro, five of Flash
+SLOT, SLOTS = 8 << 20, 2  # bytes that it reads at once; of its pinned ones, one is copied while the other is filled
+ALIGN = 16  # bytes, of a run in its unit's memory
 GAP = 4096  # bytes between two experts' tensors that are read along: activation scales, which nothing here uses
 TICK = 0.1  # seconds after which `on_progress` is called though nothing was read: what it looks at (Ctrl-C) must not wait for a disk
-MAX_READERS = 8
-AHEAD = 32 * PIECE  # bytes of a device on their way: for up to 16 threads a piece to read, and one that waits to be taken
+MAX_READERS, MAX_READERS_OF_GPU = 8, 10  # for the host's own memory in all; for each GPU
+AHEAD = 2 << 30  # bytes of a device on their way: pieces being read, and units that wait to be taken
 
 Progress = Callable[[int, str, torch.device], None]
 
@@ -58,10 +64,11 @@ class Part:
     packs: bool = False
 
 
-def reading_threads() -> int:
-    """How many threads read at once: two a core, as they wait for memory and disks, up to MAX_READERS (docs/measurements.md)."""
+def reading_threads(gpus: int = 0) -> int:
+    """How many threads read at once for so many GPUs, or for the host: two a core, as they wait for memory and disks, but so many that more
+    do not help (docs/measurements.md)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_READERS, 2 * cores)
+    return min(MAX_READERS_OF_GPU * gpus or MAX_READERS, 2 * cores)
 
 
 def load(checkpoint: object, parts: list[Part], on_progress: Progress | None = None, threads: int | None = None) -> dict[str, object]:
@@ -74,7 +81,8 @@ def load(checkpoint: object, parts: list[Part], on_progress: Progress | None = N
 
     Raises CheckpointError for a shard that fails or changes while it is read, DoesNotFit for a device without enough memory.
     """
-    return _Loading(checkpoint, parts, on_progress or (lambda *_: None), threads or reading_threads()).run()
+    gpus = len({part.device for part in parts if _staged(part.device)})
+    return _Loading(checkpoint, parts, on_progress or (lambda *_: None), threads or reading_threads(gpus)).run()
 
 
 class Source:
@@ -155,20 +163,20 @@ class _Reading:
 
 @dataclass(eq=False)
 class _Unit:
-    """Tensors that are read together: one, or some experts' all. `places` (its tensors that are not taken: the run's bytes, and where in
-    them each begins; of numbers for the host a memoryview) is None before the reading has begun."""
+    """Tensors that are read together, to memory of their own: one, or some experts' all. `places` (its tensors that are not taken: that
+    memory, and where in it each begins; of numbers for the host a memoryview) is None before the reading has begun."""
 
-    runs: list[tuple[Run, bool]]
+    runs: list[Run]
+    on_host: bool = False
     reading: _Reading | None = None
     places: dict[Entry, tuple[torch.Tensor | memoryview, int]] | None = None
-    left: int = 0  # pieces that are not read
-    copied: torch.cuda.Event | None = None
-    read: bool = False  # and `copied` is there
-    taken: bool = False  # some tensor; the device waits for `copied`
+    left: int = 0  # bytes that are not read
+    read: bool = False
+    taken: bool = False  # some tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(run.nbytes for run, _ in self.runs)
+        return sum(run.nbytes for run in self.runs)
 
     @property
     def counted(self) -> int:
@@ -178,45 +186,64 @@ class _Unit:
 
 @dataclass
 class _Piece:
-    """Bytes to read, and where they stay."""
+    """Ranges of one shard, and the bytes where they stay. ranges: of which run, from where in the file, how many, where in `target`."""
 
     unit: _Unit
-    run: Run
-    begin: int
+    ranges: list[tuple[Run, int, int, int]]
     target: torch.Tensor
+
+    @property
+    def shard(self) -> str:
+        return self.ranges[0][0].shard
 
 
 class _Slots:
-    """A reading thread's two pinned buffers: while one is copied to a device, the other is filled."""
+    """A reading thread's pinned memory, and of a GPU without kernels the copies from it that are under way."""
 
     def __init__(self):
-        self.buffers, self.copied, self.at = [torch.empty(0), torch.empty(0)], [None, None], 0
-        self.stream: torch.cuda.Stream | None = None  # this thread's current one
+        self.at, self.copied, self.stream = 0, [None] * SLOTS, None
 
-    def take(self, size: int) -> torch.Tensor:
-        """The other buffer, once what was in it has been copied."""
-        self.at = 1 - self.at
-        if self.copied[self.at] is not None:
-            self.copied[self.at].synchronize()
-        if self.buffers[self.at].numel() < size:  # torch pins powers of two
-            self.buffers[self.at] = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        return self.buffers[self.at][:size]
+    @functools.cached_property
+    def memory(self) -> torch.Tensor:
+        return torch.empty(SLOTS, SLOT, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
-    def copy(self, slot: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Copies the buffer that was taken last."""
-        if stream is None:
-            target.copy_(slot)
-            return
-        if stream is not self.stream:  # for good, and not around each copy: that is five more calls
+    def on(self, stream: torch.cuda.Stream | None) -> None:
+        """What this thread copies is queued there; for good, and not around each copy: that is five more calls."""
+        if stream is not None and stream is not self.stream:
             torch.cuda.set_stream(stream)
             self.stream = stream
+
+    def take(self, size: int) -> torch.Tensor:
+        """The next slot, once what was in it has been copied."""
+        self.at = (self.at + 1) % SLOTS
+        self._wait(self.at)
+        return self.memory[self.at, :size]
+
+    def copy(self, slot: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies the slot that was taken last."""
         target.copy_(slot, non_blocking=True)
-        self.copied[self.at] = stream.record_event()
+        if self.stream is not None:
+            self.copied[self.at] = self.stream.record_event()
+
+    def wait(self) -> None:
+        """Until all has been copied."""
+        for slot in range(SLOTS):
+            self._wait(slot)
+
+    def _wait(self, slot):
+        if self.copied[slot] is not None:
+            self.copied[slot].synchronize()
+            self.copied[slot] = None
 
 
 def _staged(device: torch.device) -> bool:
-    """Whether what is read goes through pinned buffers."""
+    """Whether what is read goes through pinned memory."""
     return device.type != "cpu"
+
+
+def _by_kernels(part: Part) -> bool:
+    """Whether it is for a GPU and kernels: then there is a compiler."""
+    return part.packs and part.device.type == "cuda"
 
 
 class _Loading:
@@ -232,6 +259,8 @@ class _Loading:
         self.events: list[tuple[int, str, torch.device]] = []
         self.error: BaseException | None = None
         self.stopping = False
+        self.stop = torch.zeros(1, dtype=torch.int32)  # the same, for who does not look at Python's objects
+        self.by_kernels = any(map(_by_kernels, parts))
         self.lanes = [_Lane(d, [p for p in parts if p.device == d], threading.Condition(self.lock),
                             torch.cuda.Stream(d) if d.type == "cuda" else None) for d in dict.fromkeys(p.device for p in parts)]
         self.turn = 0
@@ -301,6 +330,7 @@ class _Loading:
     def _stop(self, error=None):
         with self.lock:
             self.error, self.stopping = self.error or error, True
+            self.stop.fill_(1)
             for condition in (self.work, self.news, *(lane.arrived for lane in self.lanes)):
                 condition.notify_all()
 
@@ -381,7 +411,7 @@ class _Loading:
                 return
             part = lane.parts[len(lane.readings)]
             units = _units(self.checkpoint, part.needs)
-            reading = _Reading(part, lane, {entry: unit for unit in units for run, _ in unit.runs for entry in run.entries},
+            reading = _Reading(part, lane, {entry: unit for unit in units for run in unit.runs for entry in run.entries},
                                sum(unit.nbytes for unit in units))
             for unit in units:
                 unit.reading = reading
@@ -392,15 +422,18 @@ class _Loading:
 
     def _begin(self, lane, unit, first=False):
         """Memory for a unit's bytes, and the pieces in which they are to be read, before or behind those that wait."""
-        places, pieces = {}, []
-        for run, on_host in unit.runs:
-            data = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu" if on_host else lane.device)
-            held = memoryview(data.numpy()) if on_host else data
-            places |= {entry: (held, entry.begin - run.begin) for entry in run.entries}
-            pieces += [_Piece(unit, run, run.begin + at, data[at : at + PIECE]) for at in range(0, run.nbytes, PIECE)]
+        begins, size = [], 0
+        for run in unit.runs:
+            begins.append(-(-size // ALIGN) * ALIGN)
+            size = begins[-1] + run.nbytes
+        data = torch.empty(size, dtype=torch.uint8, device="cpu" if unit.on_host else lane.device)
+        held = memoryview(data.numpy()) if unit.on_host else data
+        pieces = _pieces(unit, begins, data)
         if lane.stream is not None:  # the memory may have been another unit's, whose last use is queued there
             lane.stream.wait_event(torch.cuda.current_stream(lane.device).record_event())
-        unit.places, unit.left, unit.read = places, len(pieces), not pieces
+        placed = zip(unit.runs, begins, strict=True)
+        unit.places = {entry: (held, at + entry.begin - run.begin) for run, at in placed for entry in run.entries}
+        unit.left, unit.read = unit.nbytes, not pieces
         lane.ahead += unit.counted
         with self.lock:
             lane.waiting.remove(unit)
@@ -445,7 +478,7 @@ class _Loading:
         reading.units = {}
 
     def _wait_for(self, lane, unit):
-        """Until the unit has been read; the device then waits for its copies."""
+        """Until the unit has been read and is on its device."""
         while not unit.read:  # set last, so it may be looked at without the lock
             with self.lock:
                 if self.stopping:
@@ -455,8 +488,6 @@ class _Loading:
                     lane.arrived.wait(TICK)
                 lane.awaited = None
             self._look_up(TICK)
-        if unit.copied is not None:
-            torch.cuda.current_stream(lane.device).wait_event(unit.copied)
         unit.taken = True
 
     def _look_up(self, pause):
@@ -488,27 +519,57 @@ class _Loading:
         piece = self._next_piece()
         if piece is None:
             return False
-        unit = piece.unit
-        with self._telling(lambda: unit.reading.part):
-            stamp = self.checkpoint.stamps.get(piece.run.shard)
-            direct = not _staged(piece.target.device)
-            place = piece.target if direct else slots.take(piece.target.numel())
-            read_range(self.checkpoint.folder, piece.run, piece.begin, memoryview(place.numpy()), stamp)
-            if not direct:
-                slots.copy(place, piece.target, unit.reading.lane.stream)
-            with self.lock:
-                unit.left -= 1
-                last = not unit.left
-                self._count(unit.reading, piece.target.numel())
-            if last:  # all copies are queued: each thread counts its piece behind that
-                lane = unit.reading.lane
-                if lane.stream is not None:
-                    unit.copied = lane.stream.record_event()
-                with self.lock:
-                    unit.read = True
-                    if lane.awaited is unit:
-                        lane.arrived.notify()
+        with self._telling(lambda: piece.unit.reading.part):
+            if not _staged(piece.target.device):
+                self._read_straight(piece)
+            elif self.by_kernels:
+                self._read_by_kernels(piece, slots)
+            else:
+                self._read_by_slots(piece, slots)
         return True
+
+    def _read_straight(self, piece):
+        place = memoryview(piece.target.numpy())
+        for run, begin, size, at in _parts(piece):
+            self._read_to(run, begin, place[at : at + size])
+            self._have_read(piece.unit, size)
+
+    def _read_by_slots(self, piece, slots):
+        slots.on(piece.unit.reading.lane.stream)
+        for run, begin, size, at in _parts(piece):
+            slot = slots.take(size)
+            self._read_to(run, begin, memoryview(slot.numpy()))
+            slots.copy(slot, piece.target[at : at + size])
+        slots.wait()
+        self._have_read(piece.unit, sum(size for _, _, size, _ in piece.ranges))
+
+    def _read_to(self, run, begin, view):
+        if self.stopping:
+            raise _Stopped
+        read_range(self.checkpoint.folder, run, begin, view, self.checkpoint.stamps.get(run.shard))
+
+    def _read_by_kernels(self, piece, slots):
+        slots.on(piece.unit.reading.lane.stream)
+        run, begin, *_ = piece.ranges[0]
+        with open_shard(self.checkpoint.folder, run, begin, self.checkpoint.stamps.get(run.shard)) as shard:
+            number, done, failed = read_to_gpu(shard.file, [part[1:] for part in piece.ranges], piece.target, slots.memory, self.stop)
+            complete = number == len(piece.ranges)
+            shard.run, begin, size, _ = piece.ranges[number - complete]
+            shard.at = begin + (size if complete else done)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            if not complete:
+                raise _Stopped if self.stopping else shard.cut_short()
+        self._have_read(piece.unit, sum(size for _, _, size, _ in piece.ranges))
+
+    def _have_read(self, unit, size):
+        with self.lock:
+            unit.left -= size
+            self._count(unit.reading, size)
+            if not unit.left:
+                unit.read = True
+                if unit.reading.lane.awaited is unit:
+                    unit.reading.lane.arrived.notify()
 
     def _count(self, reading, size):
         reading.read += size
@@ -547,12 +608,40 @@ def _units(checkpoint: Checkpoint, needs: Sequence[Need]) -> list[_Unit]:
             scalars += [found.global_scale] if found.global_scale is not None else []
         elif found is not None:
             alone.append(found)
-    runs = [(run, True) for run in runs_of(scalars, GAP)] + [(run, False) for entry in alone for run in runs_of([entry])]
-    units = [_Unit([run]) for run in sorted(runs, key=lambda item: (item[0].shard, item[0].begin))]
+    units = [_Unit([run], on_host=True) for run in runs_of(scalars, GAP)] + [_Unit([run]) for entry in alone for run in runs_of([entry])]
+    units.sort(key=lambda unit: (unit.runs[0].shard, unit.runs[0].begin))
     group, size = [], 0
-    for number, entries in enumerate(routed.values(), 1):
-        group, size = group + entries, size + sum(entry.nbytes for entry in entries)
-        if size >= PIECE or number == len(routed):
-            units.append(_Unit([(run, False) for run in runs_of(group, GAP)]))
+    for entries in routed.values():
+        nbytes = sum(entry.nbytes for entry in entries)
+        if group and size + nbytes > PIECE:
+            units.append(_Unit(runs_of(group, GAP)))
             group, size = [], 0
-    return units
+        group, size = group + entries, size + nbytes
+    return units + ([_Unit(runs_of(group, GAP))] if group else [])
+
+
+def _pieces(unit: _Unit, begins: list[int], data: torch.Tensor) -> list[_Piece]:
+    """Of at most PIECE bytes. begins: where the unit's runs lie in `data`."""
+    cut: list[list[tuple[Run, int, int, int]]] = []
+    room = 0
+    for run, place in zip(unit.runs, begins, strict=True):
+        done = 0
+        while done < run.nbytes:
+            if not room or cut[-1][0][0].shard != run.shard:
+                cut.append([])
+                room = PIECE
+            size = min(room, run.nbytes - done)
+            cut[-1].append((run, run.begin + done, size, place + done))
+            done, room = done + size, room - size
+    pieces = []
+    for ranges in cut:
+        first, (_, _, size, last) = ranges[0][3], ranges[-1]
+        pieces.append(_Piece(unit, [(*rest, at - first) for *rest, at in ranges], data[first : last + size]))
+    return pieces
+
+
+def _parts(piece: _Piece) -> Iterator[tuple[Run, int, int, int]]:
+    """Its ranges in parts of at most SLOT bytes."""
+    for run, begin, size, at in piece.ranges:
+        for done in range(0, size, SLOT):
+            yield run, begin + done, min(SLOT, size - done), at + done

@@ -355,7 +355,7 @@ class Planner:
         if shares[0].device.type == "cpu":
             return shares[0].needed
         sizes = self._sizes_of("fp32" if keep else "packed" if self.packs else "stored")
-        buffers = 0 if wish.drawn else 2 * loader.PIECE * loader.MAX_READERS
+        buffers = 0 if wish.drawn else loader.SLOTS * loader.SLOT * loader.MAX_READERS_OF_GPU * len({d.device for d in shares})
         for d in shares:
             experts = self.checkpoint.config.n_routed_experts
             if d.streamed and wish.stream == "host":
@@ -473,7 +473,7 @@ def sizes_of(checkpoint: Checkpoint, layers: range, form: str, device: torch.dev
         if not routed:
             return Binding(kept, sum(sizes), max(passing), max(sizes), loading)
         expert = sum(sizes) // config.n_routed_experts
-        together = 1 if drawn else -(-loader.PIECE // max(1, expert))  # as many as make up a piece
+        together = 1 if drawn else max(1, loader.PIECE // max(1, expert))  # as many as a piece holds
         unit = min(sum(sizes), together * expert)
         return Binding(kept + factors, sum(sizes), sum(passing), unit, loading)
 

@@ -7,11 +7,13 @@ without gap or overlap. Source: the safetensors format description (huggingface/
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,31 +141,52 @@ def runs_of(entries: Iterable[Entry], gap: int = 0) -> list[Run]:
     return [Run(run[0].shard, run[0].begin, run[-1].end, tuple(run)) for run in runs]
 
 
-def read_range(folder: Path, run: Run, begin: int, view: memoryview, stamp: Stamp | None = None) -> None:
-    """Fills `view` with the bytes of the run's shard from `begin`. Raises CheckpointError naming shard, tensor and offset, also when the
-    shard is no longer the file of this stamp."""
-    done = 0
+@dataclass
+class OpenShard:
+    """A run's shard while it is read. `at` is how far that has come: errors name the tensor there."""
 
-    def entry():
-        return run.entries[max(0, bisect.bisect_right(run.entries, begin + done, key=lambda e: e.begin) - 1)]
+    file: int
+    run: Run
+    at: int
 
+    def cut_short(self) -> CheckpointError:
+        """The file ends at `at`."""
+        entry = _entry_at(self.run, self.at)
+        return CheckpointError(f"{self.run.shard}: {entry.key}: expected {entry.nbytes} bytes at offset {entry.begin}, found "
+                               f"{self.at - entry.begin}: the shard changed after its header was read")
+
+
+def _entry_at(run, at):
+    return run.entries[max(0, bisect.bisect_right(run.entries, at, key=lambda entry: entry.begin) - 1)]
+
+
+@contextlib.contextmanager
+def open_shard(folder: Path, run: Run, begin: int, stamp: Stamp | None = None) -> Iterator[OpenShard]:
+    """The run's shard for a read from `begin`. Raises CheckpointError naming shard, tensor and offset: for an OSError of the block, and
+    behind it when the shard is no longer the file of this stamp."""
+    shard = OpenShard(-1, run, begin)
     try:
-        file = os.open(folder / run.shard, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        shard.file = os.open(folder / run.shard, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            while done < len(view):
-                got = os.preadv(file, [view[done : done + _READ_AT_MOST]], begin + done)
-                if not got:
-                    e = entry()
-                    raise CheckpointError(f"{run.shard}: {e.key}: expected {e.nbytes} bytes at offset {e.begin}, "
-                                          f"found {begin + done - e.begin}: the shard changed after its header was read")
-                done += got
-            if stamp is not None and stamp_of(file) != stamp:
-                raise CheckpointError(f"{run.shard}: {entry().key}: the shard changed after its header was read, seen after reading "
-                                      f"{len(view)} bytes at offset {begin}: load again once nothing writes to it")
+            yield shard
+            if stamp is not None and stamp_of(shard.file) != stamp:
+                raise CheckpointError(f"{run.shard}: {_entry_at(shard.run, shard.at).key}: the shard changed after its header was read, "
+                                      f"seen after reading up to offset {shard.at}: load again once nothing writes to it")
         finally:
-            os.close(file)
+            os.close(shard.file)
     except OSError as error:
-        raise CheckpointError(f"{run.shard}: {entry().key}: reading at offset {begin + done} failed: {error.strerror or error}") from None
+        raise CheckpointError(f"{run.shard}: {_entry_at(shard.run, shard.at).key}: reading at offset {shard.at} failed: "
+                              f"{error.strerror or error}") from None
+
+
+def read_range(folder: Path, run: Run, begin: int, view: memoryview, stamp: Stamp | None = None) -> None:
+    """Fills `view` with the bytes of the run's shard from `begin`. Errors as open_shard's, and for a file that ends before."""
+    with open_shard(folder, run, begin, stamp) as shard:
+        while shard.at < begin + len(view):
+            got = os.preadv(shard.file, [view[shard.at - begin :][:_READ_AT_MOST]], shard.at)
+            if not got:
+                raise shard.cut_short()
+            shard.at += got
 
 
 def tensor_of(data: torch.Tensor, entry: Entry, at: int = 0) -> torch.Tensor:

@@ -85,7 +85,7 @@ def load_rate(checkpoint, plan, numerics, threads: int | None = None) -> float:
     from dsv4.model import Model
 
     if threads is not None:
-        loader.reading_threads = lambda: threads
+        loader.reading_threads = lambda gpus=0: threads
     total, start = [], time.perf_counter()
     model = Model(checkpoint, plan, numerics, lambda size, part, device: total.append(size))
     for share in plan.devices:

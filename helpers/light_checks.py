@@ -204,8 +204,9 @@ def build_cuda(arch: str) -> Iterator[dict]:
         except (UserError, ValueError) as error:
             print(error)
             return row("compiles", arch, name, wrong=str(error).splitlines()[0])
-        spilled = max(use.spill_stores + use.spill_loads + use.stack for use in used)
-        return row("compiles", arch, name, seconds=time.monotonic() - start, registers=max(use.registers for use in used), spilled=spilled)
+        spilled = max((use.spill_stores + use.spill_loads + use.stack for use in used), default=0)
+        registers = max((use.registers for use in used), default=0)
+        return row("compiles", arch, name, seconds=time.monotonic() - start, registers=registers, spilled=spilled)
 
     with ThreadPoolExecutor() as pool:
         yield from pool.map(one, build.names())

@@ -29,6 +29,7 @@ from dsv4.plan import DevicePlan, Plan
 from dsv4.synthetic import SyntheticCheckpoint
 from helpers.make_checkpoint import random_weights, write_checkpoint, write_true_size
 from tests.checkpoints import MINI, edit
+from tests.emulator.emulator import emulated, needs_gxx
 
 CPU, CPU_0 = torch.device("cpu"), torch.device("cpu", 0)  # two devices to a loader, one to torch
 
@@ -53,6 +54,26 @@ def no_thread_outlives_a_loading():
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
+
+
+WAYS = ["straight", "slots", pytest.param("kernels", marks=needs_gxx)]
+
+
+@pytest.fixture
+def go(monkeypatch):
+    """go(way): what is loaded from now on comes to the host's memory as to a CPU's, or as to a GPU's without and with kernels."""
+    lock, original = threading.Lock(), loader.read_to_gpu
+
+    def emulate(*what):
+        with lock, emulated():  # one at a time
+            return original(*what)
+
+    def choose(way):
+        monkeypatch.setattr(loader, "_staged", lambda device: way != "straight")
+        monkeypatch.setattr(loader, "_by_kernels", lambda part: way == "kernels")
+        monkeypatch.setattr(loader, "read_to_gpu", emulate)
+
+    return choose
 
 
 def everything(source, checkpoint, needs):
@@ -87,14 +108,15 @@ def assert_loaded(checkpoint, made, parts):
             assert all(same(a, b) for a, b in zip(made[part.name][name], values, strict=True)), name
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_loaded_is_what_the_checkpoint_reads(format, staged, tmp_path, monkeypatch):
-    """Every format and spelling, fused experts too; through buffers of a piece as a GPU's bytes go, or straight to their place."""
+def test_what_is_loaded_is_what_the_checkpoint_reads(format, way, go, tmp_path, monkeypatch):
+    """Every format and spelling, fused experts too; every way, in pieces of some slots."""
     write_checkpoint(tmp_path, MINI, random_weights(MINI, seed=4), format, shards=3)
     checkpoint = Checkpoint.open(tmp_path)
-    monkeypatch.setattr(loader, "PIECE", 1000)
-    monkeypatch.setattr(loader, "_staged", lambda device: staged)
+    monkeypatch.setattr(loader, "PIECE", 5000)
+    monkeypatch.setattr(loader, "SLOT", 700)
+    go(way)
     parts = parts_of(checkpoint)
     assert_loaded(checkpoint, load(checkpoint, parts, threads=3), parts)
 
@@ -154,7 +176,7 @@ def test_routed_experts_are_few_long_ranges_and_their_tensors_views(checkpoint, 
     payloads = [made[f"layers.2.ffn.experts.{e}.{w}"][0] for e in range(4) for w in ("w1", "w2", "w3")]
     assert len({p.untyped_storage().data_ptr() for p in payloads}) == 1
     # Global scales become numbers: they are read to the host, whatever the device.
-    on_host = [entry.key for unit in loader._units(checkpoint, needs) for run, host in unit.runs if host for entry in run.entries]
+    on_host = [entry.key for unit in loader._units(checkpoint, needs) if unit.on_host for run in unit.runs for entry in run.entries]
     assert len(on_host) == 12 and all(key.endswith("weight_scale_2") for key in on_host)
     # Nothing else keeps a layer's bytes: every other tensor has memory of its own size.
     others = [t for name, values in made.items() if ".experts." not in name for t in values if torch.is_tensor(t)]
@@ -284,7 +306,7 @@ def test_a_unit_is_waited_for_once(checkpoint, monkeypatch):
     monkeypatch.setattr(threading.Condition, "notify", lambda self, n=1: (woken.append(self), notify(self, n))[1])
     load(checkpoint, [part], lambda *event: told.append(event), threads=3)
     units = loader._units(checkpoint, part.needs)
-    assert len(waited) == len(set(map(id, waited))) == len(units) < sum(len(run.entries) for unit in units for run, _ in unit.runs) / 2
+    assert len(waited) == len(set(map(id, waited))) == len(units) < sum(len(run.entries) for unit in units for run in unit.runs) / 2
     assert len([c for c in woken if c is lanes[0].arrived]) <= len(units) + 1  # and at the end
 
 
@@ -573,11 +595,13 @@ def refused(checkpoint, *pieces, error=CheckpointError):
 SHARD = "model-00004-of-00007.safetensors"  # layer 2
 
 
-def test_a_shard_that_was_written_to_since_its_header_was_read(checkpoint):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_that_was_written_to_since_its_header_was_read(checkpoint, way, go):
+    go(way)
     entry = checkpoint.entries(needs_of_layer(MINI, 2)[0])
     assert entry.shard == SHARD
     os.utime(checkpoint.folder / SHARD, ns=(1, 1))
-    refused(checkpoint, f"{SHARD}: layers.2.", "the shard changed after its header was read, seen after reading", "bytes at offset")
+    refused(checkpoint, f"{SHARD}: layers.2.", "the shard changed after its header was read, seen after reading up to offset")
 
 
 def test_a_shard_that_changes_while_it_is_read(checkpoint, monkeypatch):
@@ -596,7 +620,9 @@ def test_a_shard_that_changes_while_it_is_read(checkpoint, monkeypatch):
     refused(checkpoint, f"{SHARD}: layers.2.", "the shard changed after its header was read")
 
 
-def test_a_shard_that_is_cut_off_or_gone(checkpoint):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_that_is_cut_off_or_gone(checkpoint, way, go):
+    go(way)
     last = max((e for need in needs_of_layer(MINI, 2) for e in getattr(checkpoint.entries(need), "entries", [])), key=lambda e: e.end)
     with open(checkpoint.folder / SHARD, "r+b") as file:
         file.truncate(last.end - 10)
@@ -619,6 +645,64 @@ def test_a_disk_that_fails(checkpoint, monkeypatch):
 
     monkeypatch.setattr(shards.os, "preadv", preadv)
     refused(checkpoint, f"{SHARD}: {bad.key}: reading at offset {bad.begin} failed: Input/output error")
+
+
+def test_a_disk_that_fails_below_the_kernels(checkpoint, go, monkeypatch):
+    """read_to_gpu says where: in the second of two ranges here, of an expert's codes and scales."""
+    go("kernels")
+    seen = []
+
+    def fails(file, ranges, *_):
+        if os.readlink(f"/proc/self/fd/{file}").endswith(SHARD) and len(ranges) > 1 and not seen:
+            seen.append(ranges)
+            return 1, 100, errno.EIO
+        return len(ranges), 0, 0
+
+    monkeypatch.setattr(loader, "read_to_gpu", fails)
+    text = str(refused(checkpoint, f"{SHARD}: layers.2.ffn.experts."))
+    at = seen[0][1][0] + 100
+    entries = [e for n in needs_of_layer(MINI, 2) if n.linear for e in checkpoint.entries(n).entries]
+    key = next(e.key for e in entries if e.begin <= at < e.end)
+    assert text == f"{SHARD}: {key}: reading at offset {at} failed: Input/output error"
+
+
+def test_a_read_below_the_kernels_is_told_to_stop(checkpoint, go, monkeypatch):
+    """By what the C function looks at: a load ends within a slot's time and not a piece's."""
+    go("kernels")
+
+    def waits(file, ranges, to, slots, stop):
+        for _ in range(2000):
+            if int(stop):
+                return 0, 0, 0
+            time.sleep(0.005)
+        return len(ranges), 0, 0
+
+    def on_progress(*_):
+        raise Enough
+
+    monkeypatch.setattr(loader, "read_to_gpu", waits)
+    start = time.monotonic()
+    with pytest.raises(Enough):
+        load(checkpoint, parts_of(checkpoint), on_progress)
+    assert time.monotonic() - start < 5
+
+
+def test_an_expert_s_ranges_are_one_piece(checkpoint, monkeypatch):
+    """Codes and scales lie apart in a shard, and one call reads both; of as many experts as a piece holds, and never more than a piece."""
+    needs = [need for need in needs_of_layer(MINI, 2) if need.kind == "routed experts"]
+    expert = sum(entry.nbytes for need in needs for entry in checkpoint.entries(need).entries[:2]) // 4
+    for piece, units, pieces in ((5 * expert, 1, 1), (2 * expert, 2, 1), (2 * expert - 1, 4, 1), (expert - 1, 4, 2)):
+        monkeypatch.setattr(loader, "PIECE", piece)
+        found = [unit for unit in loader._units(checkpoint, needs) if not unit.on_host]
+        assert len(found) == units
+        for unit in found:
+            begins, memory = [0, unit.runs[0].nbytes], torch.arange(unit.nbytes)
+            cut = loader._pieces(unit, begins, memory)
+            assert len(unit.runs) == 2 and len(cut) == pieces and [len(p.ranges) for p in cut][-1] == (2 if pieces == 1 else 1)
+            assert all(sum(size for _, _, size, _ in p.ranges) == len(p.target) <= piece for p in cut)
+            assert torch.equal(torch.cat([p.target for p in cut]), memory)
+            for run, begin, size, at in (r for p in cut for r in p.ranges):
+                assert run.begin <= begin and begin + size <= run.end and at >= 0
 
 
 def test_what_binding_raises_comes_out(checkpoint, tmp_path):
@@ -693,11 +777,10 @@ def test_memory_is_given_back_when_a_loading_ends(checkpoint, devices, why, monk
         gc.enable()
 
 
-def test_readers_are_two_a_core_up_to_eight(monkeypatch):
-    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
-    assert loader.reading_threads() == 6
-    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: set(range(96)), raising=False)
-    assert loader.reading_threads() == 8
+def test_readers_are_two_a_core_up_to_eight_or_ten_a_gpu(monkeypatch):
+    for cores, want in ((3, [6, 6, 6]), (16, [8, 10, 20]), (96, [8, 10, 20])):
+        monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        assert [loader.reading_threads(gpus) for gpus in (0, 1, 2)] == want
 
 
 def test_the_release_s_layout_is_what_these_tests_say(pristine):

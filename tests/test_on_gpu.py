@@ -361,14 +361,16 @@ def test_a_gpu_that_never_sends_is_an_error_and_no_hang(model, monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [(0,), (0, 0, 0), pytest.param((0, 1), marks=two_gpus)])
-@pytest.mark.parametrize("piece", [1 << 12, 1 << 16, 1 << 25])
-def test_what_comes_through_pinned_buffers_is_what_the_checkpoint_reads(model, tmp_path, monkeypatch, devices, piece):
-    """Small pieces fill each of a thread's two buffers many times over while the copies before are under way."""
+@pytest.mark.parametrize("piece,slot", [(1 << 12, 1 << 10), (1 << 16, 1 << 12), (1 << 25, 1 << 23)])
+@pytest.mark.parametrize("packs", [False, True])
+def test_what_comes_through_pinned_slots_is_what_the_checkpoint_reads(model, tmp_path, monkeypatch, devices, piece, slot, packs):
+    """With and without kernels. Small slots are filled many times over while the copies before are under way."""
     write_true_size(tmp_path / "release", MINI, "nvidia", range(4), seed=2, threads=1)
     monkeypatch.setattr(loader, "PIECE", piece)
+    monkeypatch.setattr(loader, "SLOT", slot)
     for folder in (tmp_path / "release", FOLDER):
         checkpoint = Checkpoint.open(folder)
-        parts = parts_of(checkpoint, [torch.device("cuda", d) for d in devices])
+        parts = [replace(part, packs=packs) for part in parts_of(checkpoint, [torch.device("cuda", d) for d in devices])]
         for _ in range(2):
             made = load(checkpoint, parts)
             for part in parts:

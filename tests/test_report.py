@@ -69,7 +69,7 @@ def test_the_table(run, flash):  # noqa: F811
     assert first[-1] == "139.09"
     weights, caches, scratch, graphs, loading, needed = map(float, first[3:9])
     assert weights + max(loading, caches + scratch + graphs) == pytest.approx(needed, abs=0.02)
-    assert lines[9] == "host       2.25 GiB needed, free: not known"
+    assert lines[9] == "host       2.31 GiB needed, free: not known"
     assert lines[10].startswith("disk       168.27 GB, 0 B of it there, ") and lines[10].endswith(" free")
     assert lines[12] == "fits       up to 1048576 tokens of context on all 2 devices; the fewest such GPUs that do: 2"
 
@@ -224,7 +224,7 @@ def test_layers_per_device(run, flash, gpus):  # noqa: F811
 def test_the_host_and_the_disk_of_this_machine_count(run, flash, gpus):  # noqa: F811
     gpus(2, free=150, host=2)
     code, out, _ = run("--plan", "--model", flash)
-    assert code == 4 and out.splitlines()[-1] == "does not fit: host" and "host       2.25 GiB needed, free: 2.00 GiB" in out
+    assert code == 4 and out.splitlines()[-1] == "does not fit: host" and "host       2.31 GiB needed, free: 2.00 GiB" in out
     gpus(2, free=150, disk=100)
     code, out, _ = run("--plan", "--model", flash)
     assert code == 4 and out.splitlines()[-1] == "does not fit: disk" and "100.00 GB free: 68.27 GB missing" in out

@@ -206,8 +206,11 @@ class Usage:
 
 
 def usage(built: Path) -> list[Usage]:
-    """ptxas' report of a built object. Raises ValueError if it has no entry: a report in an unknown form says nothing about spills."""
+    """ptxas' report of a built object; [] for one without kernels (read_to_gpu). Raises ValueError if the report has no entry: one in an
+    unknown form says nothing about spills."""
     text = Path(f"{built}.txt").read_text()
+    if text.split() == ["ptxas", "info", ":", "0", "bytes", "gmem"]:
+        return []
     pattern = (r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
                r".*?Used (\d+) registers")
     found = [Usage(entry, int(registers), int(stack), int(stores), int(loads))

@@ -15,7 +15,7 @@ from . import build
 
 # What a tensor is to the kernel; all go as addresses. The emulator checks it: IN and WEIGHT are only read, OUT is wholly written and never
 # read before, WORK (a workspace) too but not wholly, INOUT holds data and may be written. HOST is a CPU tensor that the C function itself
-# reads before it launches. PEER is INOUT in any place, another GPU's memory or pinned memory of the host. Kernels overlap the end of the
+# reads or writes. PEER is INOUT in any place, another GPU's memory or pinned memory of the host. Kernels overlap the end of the
 # one before (LAUNCH in cuda/common.cuh): only a WEIGHT, which no kernel writes, may be read before grid_dependency_wait().
 IN, WEIGHT, OUT, WORK, INOUT, HOST, PEER = TENSORS = "in", "weight", "out", "work", "inout", "host", "peer"
 _CTYPES = {**dict.fromkeys(TENSORS, ctypes.c_void_p), int: ctypes.c_int, float: ctypes.c_float}

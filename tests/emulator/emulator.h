@@ -39,7 +39,9 @@ EMU_VECTOR(float, float)
 #undef EMU_VECTOR
 using cudaStream_t = void*;
 using cudaError_t = int;
+using cudaEvent_t = void*;  // runtime.cpp numbers them from 1
 constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801;
+constexpr int cudaMemcpyHostToDevice = 1, cudaEventDisableTiming = 2;
 
 #define EMU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()  // default arguments: the place of the call
 #define EMU_UNCHECKED __attribute__((no_sanitize("thread"), noinline))             // the emulator's own accesses are not the kernel's
@@ -64,6 +66,10 @@ extern dim3 thread_index, block_index, block_size, grid_size;
 void* shared_memory();
 unsigned linear_thread();
 cudaError_t last_error();
+// What the host queues in a stream beside launches: it happens when somebody waits for an event behind it, no sooner.
+cudaError_t copy_to_device(void* to, const void* from, size_t bytes);
+cudaError_t record(cudaEvent_t& event);
+cudaError_t wait_for(cudaEvent_t event);
 void launch(const char* name, dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes, void (*body)(const void*), const void* closure,
             size_t closure_bytes);
 void sync_block(const char* file, int line);
@@ -200,6 +206,11 @@ EMU_FUNCTION(Xor, a ^ b);
 #define DYN_SMEM(type, name) type* name = static_cast<type*>(emu::shared_memory())
 
 inline cudaError_t cudaGetLastError() { return emu::last_error(); }
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) { return emu::copy_to_device(to, from, bytes); }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, int) { return emu::record(*event); }
+inline cudaError_t cudaEventRecord(cudaEvent_t& event, cudaStream_t) { return emu::record(event); }
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) { return emu::wait_for(event); }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
 // Barriers. __syncthreads must be one place in the source for all threads; the named ones may be reached from several.
 __forceinline__ void __syncthreads(EMU_SITE) { emu::sync_block(file, line); }

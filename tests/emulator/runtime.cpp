@@ -270,6 +270,9 @@ void (*body)(const void*);
 const void* closure;
 size_t closure_bytes;
 const char* kernel_name = "";
+struct Copied { void* to; const void* from; size_t bytes; Region* region; };
+std::vector<Copied> queue;         // of the host's copies to the device; the first queue_done have been made
+size_t queue_done = 0;
 std::string error;
 cudaError_t status = cudaSuccess;
 bool reverse = false;
@@ -821,6 +824,26 @@ void* shared_memory() { return reinterpret_cast<void*>(current->block->shared.be
 unsigned linear_thread() { return current->linear; }
 cudaError_t last_error() { cudaError_t result = status; status = cudaSuccess; return result; }
 
+cudaError_t copy_to_device(void* to, const void* from, size_t bytes) {
+    const uintptr_t a = reinterpret_cast<uintptr_t>(to);
+    for (auto& r : regions)
+        if (a >= r.begin && a + bytes <= r.end && r.writable) {
+            queue.push_back({to, from, bytes, &r});
+            return cudaSuccess;
+        }
+    error = say("copy of %zu bytes to the device: the target is %s", bytes, where(a).c_str());
+    return 700;
+}
+cudaError_t record(cudaEvent_t& event) { event = reinterpret_cast<cudaEvent_t>(queue.size() + 1); return cudaSuccess; }
+cudaError_t wait_for(cudaEvent_t event) {
+    for (const size_t end = reinterpret_cast<size_t>(event) - 1; queue_done < end; queue_done++) {
+        const Copied& c = queue[queue_done];
+        memcpy(c.to, c.from, c.bytes);
+        std::fill_n(c.region->writes.begin() + (reinterpret_cast<uintptr_t>(c.to) - c.region->begin), c.bytes, kHost);
+    }
+    return cudaSuccess;
+}
+
 void access(const void* address, size_t size, Access kind, unsigned alignment, const char* what, const void* pc) {
     uintptr_t a = reinterpret_cast<uintptr_t>(address);
     if (a % alignment) fail("%s: the address is no multiple of %u bytes @+0x%x", what, alignment, place_of(pc));
@@ -1320,6 +1343,8 @@ void emu_reset(int reverse) {
     error.clear();
     status = cudaSuccess;
     launches = 0;
+    queue.clear();
+    queue_done = 0;
     emu::reverse = reverse;
     touches.assign(kFirstTouch, {});
     memset(additions, 0, sizeof additions);  // version 0 is nobody's

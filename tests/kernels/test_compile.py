@@ -42,8 +42,8 @@ def test_c_declaration_equals_the_python_declaration(name):
         kind, argument_name = re.fullmatch(r"(.*?[ *])(\w+)", argument).groups()
         kinds[argument_name] = kind.strip()
     assert kinds.pop("stream") == "cudaStream_t"
-    address = {kind: r"const \w+\*" for kind in (IN, WEIGHT, HOST)} | {kind: r"(?!const )\w+\*" for kind in (OUT, WORK, INOUT, PEER)}
-    python = {int: r"int", float: r"float"} | address
+    address = {kind: r"const \w+\*" for kind in (IN, WEIGHT)} | {kind: r"(?!const )\w+\*" for kind in (OUT, WORK, INOUT, PEER)}
+    python = {int: r"int", float: r"float", HOST: r"(const )?\w+\*"} | address
     assert list(kinds) == list(kernels()[name].arguments)
     for argument, kind in kernels()[name].arguments.items():
         assert re.fullmatch(python[kind], kinds[argument]), f"{argument}: {kinds[argument]}"
@@ -55,7 +55,7 @@ def test_compiles_without_spills(nvcc, kernel_cache, name, arch):
     """No register goes to local memory in any entry function of the file."""
     built = build.build(name, arch)
     entries = build.usage(built)
-    assert entries and all(name in e.entry for e in entries)
+    assert bool(entries) == (name != "read_to_gpu") and all(name in e.entry for e in entries)
     for entry in entries:
         assert (entry.spill_stores, entry.spill_loads, entry.stack) == (0, 0, 0), entry
     assert arch in built.name
