@@ -13,7 +13,7 @@ from .tiles import BITS, NVFP4_KINDS, TILES, Tile
 
 # us a stage. Half the tile takes more than half the time, most so with e4m3, whose one warpgroup multiplies and adds in turn.
 STAGE_US = {("bf16", 128, 256): 0.66, ("bf16", 128, 192): 0.50, ("bf16", 128, 128): 0.345, ("bf16", 64, 128): 0.19,
-            ("e4m3", 128, 192): 0.655, ("e4m3", 128, 128): 0.44, ("e4m3", 64, 128): 0.30}
+            ("e4m3", 128, 192): 0.60, ("e4m3", 128, 128): 0.44, ("e4m3", 64, 128): 0.30}
 # nvfp4: guesses for a B200, which nobody has measured, from its 9,000 TFLOP/s and 8 TB/s: additions and multiplications a us of a
 # processor, bytes a us that it gets from L2, and the share of a load's time that is felt where the tensor cores take longer.
 NVFP4_FLOPS, NVFP4_L2_BYTES, LOADS_SHARE = 45e6, 110e3, 0.2

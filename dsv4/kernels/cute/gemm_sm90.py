@@ -9,9 +9,9 @@ A block of threads is one warp that loads and `rows` / 64 warpgroups that multip
 ring of stages, each 128 bytes of K wide (one atom of the 128-byte swizzle: 64 bf16 or 128 e4m3); `full[stage]` says that one has come,
 `empty[stage]` that every reader is done with it. Each warpgroup has a wgmma in flight while it waits for the next stage; with e4m3 it also
 adds the last block's products to its sums meanwhile, for which tiles of 128 columns have two sets of registers. Those of 192 have one, and
-leave it to the other warpgroup to multiply meanwhile: they read 104 KB of shared memory and TMA's copies for 1.5 times the products of 80
-KB, and by count that memory, at 128 bytes a cycle, takes longer than the tensor cores (80 KB: 640 cycles; the products 512). A block goes
-from tile to tile until none is left; while one tile is stored, the next one's stages come.
+the two warpgroups take turns: one multiplies while the other adds. They read 104 KB of shared memory and TMA's copies for 1.5 times the
+products of 80 KB, and by count that memory, at 128 bytes a cycle, takes longer than the tensor cores (80 KB: 640 cycles; the products
+512). A block goes from tile to tile until none is left; while one tile is stored, the next one's stages come.
 
 cluster: blocks one below the other need the same w, so each loads a part of it for all (multicast), which halves what comes from L2. A
 stage is empty when the warpgroups of all of them are done with it.
@@ -32,6 +32,7 @@ from .tiles import COLUMNS_OUT, SCALE_BLOCK, SCALE_PART, TURN, Tile
 K, SMEM = OperandMajorMode.K, warpgroup.OperandSource.SMEM
 WARPGROUP = 128
 LOADER_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread, where they are moved
+MY_TURN = 3  # the named barrier of the first warpgroup's turn; the second one's is behind it. 1 and 2 are store's
 
 
 class Gemm(Persistent):
@@ -43,6 +44,7 @@ class Gemm(Persistent):
         self.dtype = Float8E4M3FN if self.scaled else BFloat16
         self.groups = tile.rows // 64
         self.threads = (self.groups + 1) * WARPGROUP
+        self.alternate = self.scaled and not tile.in_turns  # the warpgroups, of which there are two
         self.moves_registers = self.scaled and self.groups == 2  # three sets of sums do not fit into the 168 that 384 threads have each
 
     @cute.jit
@@ -113,8 +115,8 @@ class Gemm(Persistent):
         self.sync_cluster()
 
         k_tiles = cute.ceil_div(cute.ceil_div(x.shape[1], tile.depth), tile.split)  # of this block; beyond K, TMA brings zeros
-        if const_expr(tile.in_turns):
-            k_tiles = cute.round_up(k_tiles, TURN)
+        if const_expr(self.scaled):
+            k_tiles = cute.round_up(k_tiles, tile.turn)
         first_k = rank * k_tiles if const_expr(tile.split > 1) else Int32(0)
         rows_down, per_batch = self.extent(out)
         first, step = cute.arch.block_idx()[0] // self.blocks, cute.arch.grid_dim()[0] // self.blocks
@@ -135,18 +137,24 @@ class Gemm(Persistent):
             a, b = mma.make_fragment_A(thr_mma.partition_A(mine)), mma.make_fragment_B(thr_mma.partition_B(s_w))
             sums = cute.make_rmem_tensor(mma.partition_shape_C((64, tile.columns)), Float32)
             stage, phase = Int32(0), Int32(0)
+            if const_expr(self.alternate):
+                if group == 1:
+                    cute.arch.barrier_arrive(barrier_id=MY_TURN, number_of_threads=2 * WARPGROUP)  # the other one begins
             for t in cutlass.range(first, last, step):
                 down, across, batch = self.place(t, rows_down, per_batch, rank)
                 if const_expr(tile.in_turns):
                     stage, phase = self.multiply_scaled(a, b, sums, s_scale, w_scale, full, empty, stage, phase, first_k, k_tiles,
                                                         across * tile.columns // SCALE_BLOCK, thread)
                 elif const_expr(self.scaled):
-                    stage, phase = self.multiply_scaled_wide(a, b, sums, s_scale, w_scale, full, empty, stage, phase, first_k, k_tiles,
-                                                             across * (tile.columns // SCALE_PART), thread)
+                    phase = self.multiply_scaled_wide(a, b, sums, s_scale, w_scale, full, empty, phase, first_k, k_tiles,
+                                                      across * (tile.columns // SCALE_PART), group, thread)
                 else:
                     stage, phase = self.multiply(a, b, sums, full, empty, stage, phase, k_tiles, thread)
                 if const_expr(tile.split == 1):
                     self.store(sums, s_out, store_out, stored, down * self.groups + group, across, batch, thread)
+            if const_expr(self.alternate):
+                if group == 0:
+                    cute.arch.barrier(barrier_id=MY_TURN, number_of_threads=2 * WARPGROUP)  # a last arrival, so that none is left
             if const_expr(tile.split == 1):
                 if thread % WARPGROUP < WARP:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -292,32 +300,40 @@ class Gemm(Persistent):
 
     @cute.jit
     def multiply_scaled_wide(self, a: cute.Tensor, b: cute.Tensor, sums: cute.Tensor, s_scale: cute.Tensor, w_scale: cute.Tensor,
-                             full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, first_k: Int32, k_tiles: Int32,
-                             first_part: Int32, thread: Int32):
+                             full: cute.Pointer, empty: cute.Pointer, phase: Int32, first_k: Int32, k_tiles: Int32,
+                             first_part: Int32, group: Int32, thread: Int32):
         """The same for a tile whose columns meet several scales of the weight, and of which there is one set of products: while a warpgroup
-        adds a block's to its sums, the other one multiplies."""
-        row = thread // WARP * 16 + thread % WARP // 4  # a thread holds values of this row and of the one 8 below
+        adds a block's to its sums, the other one multiplies. They start their products in turns, so that the tensor cores end one
+        warpgroup's before the other's, and not both late. The whole ring is written out, so that a stage's places are constants: what
+        stands between a wait and its products is time of the tensor cores."""
+        tile, parts = self.tile, self.tile.columns // SCALE_PART
+        # Shuffled to itself, or ptxas makes both anew in each stage, out of the thread's number, and the products wait for it: 6 % of all.
+        lane = thread % WARP
+        row = cute.arch.shuffle_sync(thread // WARP * 16 + lane // 4, lane)  # a thread holds values of this row and of the one 8 below
+        lane = cute.arch.shuffle_sync(lane, lane)
         products = cute.make_rmem_tensor(sums.shape, Float32)
-        parts = self.tile.columns // SCALE_PART
         of_w, of_x = cute.make_rmem_tensor(parts, Float32), cute.make_rmem_tensor(2, Float32)
         self.read_part_scales(of_w, w_scale, first_part, first_k)
         sums.fill(0.0)
-        for i in cutlass.range(0, k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            self.issue(a, b, products, stage, True)
-            scales = cute.make_rmem_tensor((parts, 2), Float32)
-            for half in range_constexpr(2):
-                of_x[half] = s_scale[row + 8 * half, 0, stage]
-            for part in range_constexpr(parts):
+        for i in cutlass.range(0, k_tiles, tile.stages, unroll=1):
+            for stage in range_constexpr(tile.stages):
+                cute.arch.barrier(barrier_id=MY_TURN + group, number_of_threads=2 * WARPGROUP)
+                cute.arch.mbarrier_wait(full + stage, phase)
+                self.issue(a, b, products, stage, True)
+                cute.arch.barrier_arrive(barrier_id=MY_TURN + 1 - group, number_of_threads=2 * WARPGROUP)
+                scales = cute.make_rmem_tensor((parts, 2), Float32)
                 for half in range_constexpr(2):
-                    scales[part, half] = of_x[half] * of_w[part]
-            self.read_part_scales(of_w, w_scale, first_part, first_k + i + 1)  # they come while this block is multiplied
-            warpgroup.wait_group(0)
-            self.release(empty, stage, thread)
-            for n in range_constexpr(cute.size(sums)):  # in fours: two neighbours of its row, then two of the row 8 below
-                sums[n] = sums[n] + products[n] * scales[8 * (n // 4) // SCALE_PART, n // 2 % 2]
-            stage, phase = following(stage, phase, self.tile.stages)
-        return stage, phase
+                    of_x[half] = s_scale[row + 8 * half, 0, stage]
+                for part in range_constexpr(parts):
+                    for half in range_constexpr(2):
+                        scales[part, half] = of_x[half] * of_w[part]
+                self.read_part_scales(of_w, w_scale, first_part, first_k + i + stage + 1)  # they come while this block is multiplied
+                warpgroup.wait_group(0)
+                self.release(empty, stage, lane)
+                for n in range_constexpr(cute.size(sums)):  # in fours: two neighbours of its row, then two of the row 8 below
+                    sums[n] = sums[n] + products[n] * scales[8 * (n // 4) // SCALE_PART, n // 2 % 2]
+            phase = phase ^ 1
+        return phase
 
     @cute.jit
     def read_part_scales(self, of_w: cute.Tensor, w_scale: cute.Tensor, first_part: Int32, block: Int32):

@@ -85,10 +85,14 @@ class Tile:
         """nvfp4: columns of tensor memory between the sums of one tile and of the next. Less than a tile's, if two do not fit."""
         return min(self.columns, TENSOR_COLUMNS - self.scale_columns - self.columns)
 
+    @property
+    def turn(self) -> int:
+        """Stages of which a block goes through a multiple; with a wide e4m3 tile, the whole ring."""
+        return TURN if self.in_turns else self.stages if self.kind == "e4m3" else 1
+
     def block_stages(self, k: int) -> int:
         """Stages that one block goes through for a tile. Those beyond K bring zeros."""
-        stages = -(-k // (self.depth * self.split))
-        return -(-stages // TURN) * TURN if self.in_turns else stages
+        return -(-k // (self.depth * self.split * self.turn)) * self.turn
 
 
 def _tiles() -> tuple[Tile, ...]:

@@ -312,6 +312,8 @@ class Machine:
         for block in self.blocks:
             if any(b.bytes or b.pending != b.count for b in block.barriers.values()):
                 raise PtxError(f"block {block.index} ends with an mbarrier in the middle of a phase")
+            if any(come for come, _ in block.named.values()):
+                raise PtxError(f"block {block.index} ends with warps at a named barrier that others have not come to")
             if block.allocated:
                 raise PtxError(f"block {block.index} ends with {block.allocated} columns of tensor memory")
 
@@ -665,9 +667,7 @@ class Machine:
         target, address, rank = instruction.operands
         address, rank = self.read(address, np.uint32), self.read(rank, np.uint32)
 
-        def do(warp, mask):
-            if (rank(warp)[mask] >= len(self.blocks)).any():
-                raise PtxError(f"a block that a cluster of {len(self.blocks)} does not have")
+        def do(warp, mask):  # LLVM moves it out of branches, so lanes may make addresses that they must not use: `shared` finds a use
             self.write(warp, target, address(warp) & np.uint32(OFFSET) | rank(warp) << RANK_BIT, mask)
         return do
 
@@ -710,7 +710,7 @@ class Machine:
             self.write(warp, target, np.ones(32, bool), mask)
         return do
 
-    def named_barrier(self, instruction: Instruction):
+    def named_barrier(self, instruction: Instruction, way: str):
         number = self.read(instruction.operands[0], np.uint32)
         count = self.read(instruction.operands[1], np.uint32) if len(instruction.operands) > 1 else None
 
@@ -721,7 +721,8 @@ class Machine:
             use = state[1]
             if state[0] == wanted:
                 state[0], state[1] = 0, use + 1
-            warp.waiting = lambda: state[1] > use
+            if way == "sync":
+                warp.waiting = lambda: state[1] > use
         return do
 
     def cluster_arrive(self, instruction: Instruction):
@@ -1074,7 +1075,7 @@ class Machine:
         (r"mbarrier\.init\.shared\.b64", mbarrier_init),
         (r"mbarrier\.arrive(\.expect_tx)?\.shared(?:::cluster)?\.b64", mbarrier_arrive),
         (r"mbarrier\.try_wait\.parity\.shared\.b64", mbarrier_wait),
-        (r"bar\.sync", named_barrier),
+        (r"bar\.(sync|arrive)", named_barrier),
         (r"barrier\.cluster\.arrive", cluster_arrive),
         (r"barrier\.cluster\.wait", cluster_wait),
         (r"cp\.async\.bulk\.tensor\.[234]d\.shared::(?:cta|cluster)\.global\.tile\.mbarrier::complete_tx::bytes(\.multicast::cluster)?"

@@ -40,6 +40,8 @@ def test_stages_of_a_block():
     assert Tile("bf16", 128, 128, split=4).block_stages(65) == 1
     assert Tile("e4m3", 128, 128).block_stages(1536) == 12 and Tile("e4m3", 128, 128).block_stages(130) == TURN
     assert Tile("e4m3", 64, 128, split=8).block_stages(7168) == 8
+    wide = Tile("e4m3", 128, 192)
+    assert wide.block_stages(1536) == 12 and wide.block_stages(130) == wide.stages == 4
     assert Tile("nvfp4", 128, 128).block_stages(7168) == 28 and Tile("nvfp4", 128, 256, cluster=2).block_stages(272) == 2
 
 

@@ -41,8 +41,8 @@ def test_formats_are_torchs(rng):
     assert np.isnan((ptx.bf16(x.numpy()).astype(np.uint32) << 16).view(np.float32)[-1])
 
 
-def run_snippet(body: str) -> np.ndarray:
-    """32 lanes' %r0, stored to memory, after these statements."""
+def run_snippet(body: str, warps: int = 1) -> np.ndarray:
+    """The lanes' %r0, stored to memory, after these statements."""
     text = f"""
 .visible .entry snippet(
 \t.param .b64 snippet_param_0
@@ -57,8 +57,8 @@ def run_snippet(body: str) -> np.ndarray:
 \tret;
 }}
 """
-    out = np.zeros(128, np.uint8)
-    launch = Launch((1, 1, 1), (32, 1, 1), 1, 0, [(1 << 40).to_bytes(8, "little")])
+    out = np.zeros(128 * warps, np.uint8)
+    launch = Launch((1, 1, 1), (32 * warps, 1, 1), 1, 0, [(1 << 40).to_bytes(8, "little")])
     Machine(Program.parse(text), launch, [(1 << 40, out)], np.random.default_rng(0)).run()
     return out.view(np.int32)
 
@@ -72,6 +72,27 @@ def run_snippet(body: str) -> np.ndarray:
 ])
 def test_arithmetic(statement, expected):
     assert (run_snippet(f"mov.b32 %r1, -7;\nmov.b32 %r2, -2;\n{statement}") == expected).all()
+
+
+TURNS = """
+    mov.b32 %r0, 0;
+    setp.lt.s32 %p0, %r9, 32;
+    @%p0 bra FIRST;
+    bar.sync 1, 64;
+    mov.b32 %r0, 1;
+    bra.uni END;
+FIRST:
+    bar.arrive 1, 64;
+END:"""
+
+
+def test_named_barriers():
+    """One who arrives goes on, one who syncs waits for it; no arrival may be left over."""
+    assert run_snippet(TURNS, 2).tolist() == [0] * 32 + [1] * 32
+    with pytest.raises(PtxError, match="ends with warps at a named barrier that others have not come to"):
+        run_snippet(TURNS.replace("bar.arrive 1, 64;", "bar.arrive 1, 64;\n    bar.arrive 2, 64;"), 2)
+    with pytest.raises(PtxError, match="nobody can go on"):
+        run_snippet(TURNS.replace("bar.arrive 1, 64;", ""), 2)
 
 
 def test_branches_part_and_meet_again():
