@@ -88,7 +88,7 @@ def measure_dense(kind: str, m: int, k: int, n: int, groups: int, device: torch.
     graphs = [graph_of(device, [p.ours(i, most) for i in range(calls)]) for most in mosts]
     graphs += [graph_of(device, [p.torchs(i) for i in range(calls)]), graph_of(device, [p.arrange] * calls)]
     *ours, theirs, arrange = (t / calls for t in medians(device, graphs, TIMED))
-    most, parts = prompts.cut(m, groups * -(-n // prompts.BLOCK_ROWS), k, 1, prompts.blocks_of(device))
+    most, parts = prompts.cut(m, groups * -(-n // prompts.BLOCK_ROWS), k, None, prompts.blocks_of(device))
     row = {"kind": kind, "tokens": m, "K": k, "N": n, "groups": groups, "tile": most, "parts": parts, "us": ours[0],
            "tflops": 1e-6 * flops / ours[0], "torch_us": theirs, "rate": theirs / ours[0], "arrange_us": arrange,
            "rate_with_arrange": theirs / (ours[0] + arrange), "error": error(p.ours(0), exact), "torch_error": error(p.torchs(0), exact)}

@@ -37,7 +37,7 @@ def test_dense_rows(few, monkeypatch, tmp_path, capsys):
     results = rows(tmp_path / "out.json", capsys, "--tokens", "3,34", "--formats", "nvfp4,fp8", "--sweep")
     assert [(r["tokens"], r["groups"], r["kind"]) for r in results] == [(m, g, kind) for g in (1, 2) for kind in ("nvfp4", "fp8")
                                                                         for m in (3, 34)]
-    assert all(prompts.Cut(r["tile"], r["parts"]) == prompts.cut(r["tokens"], r["groups"], r["K"], 1, 3) for r in results)
+    assert all(prompts.Cut(r["tile"], r["parts"]) == prompts.cut(r["tokens"], r["groups"], r["K"], None, 3) for r in results)
     assert all(set(r["most"]) == {str(most) for most in prompts.MOST} and r["rate_with_arrange"] < r["rate"] for r in results)
 
 

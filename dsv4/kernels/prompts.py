@@ -23,6 +23,7 @@ from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 CHUNK = 64  # columns: x is filled up to a multiple
 MOST = (256, 192, 128, 96, 64, 32)  # tokens of a tile: widths of the tensor cores' products
 NARROW = 96  # and up to so many tokens of an expert, where two blocks share a processor
+FEW, FEW_ROWS = 32, 512  # or, up to so many, one has so many rows, and weights come as fast as from memory
 BLOCK_ROWS, MAX_MATRICES = 128, 384  # these as in cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
@@ -34,6 +35,7 @@ _SPREAD, _PART_COLUMNS = 8, 1024
 # go to L2 at 32 bytes a cycle; behind a fence and a counter, the last block gets those of all parts at 46.
 _CHUNK_CYCLES = {32: 540, 64: 650, 96: 830, 128: 1070, 192: 1140, 256: 1310}
 _PAIR_CYCLES = {32: 900, 64: 1140, 96: 1430}
+_FEW_CYCLES = {8: 250, 16: 260, 24: 280, 32: 320}  # predicted
 _STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 14, 16, 11, 2000
 _COUNTERS = 1024  # at least, so that nearly all products share one set
 
@@ -114,32 +116,34 @@ def parts_of(across: int, columns: int) -> int:
     return max(1, min(_SPREAD // across, columns // _PART_COLUMNS))
 
 
-def _width(tokens: int, most: int) -> int:
+def _width(tokens: int, most: int, few: bool) -> int:
     """Columns of the tensor cores' product for a tile of so many tokens of at most `most` (cuda/packed_gemm.cuh)."""
     if most > 128:
         return 128 if tokens <= 128 else 192 if tokens <= 192 else 256
-    return -(-tokens // 32) * 32
+    return -(-tokens // 8) * 8 if few else -(-tokens // 32) * 32
 
 
 def _cycles(width: int, columns: int, parts: int, chunk: float) -> float:
-    """A block's time for one part of a tile, of the last one to arrive; `chunk`: of 64 columns."""
+    """A block's time for one part of a tile of 128 rows, of the last one to arrive; `chunk`: of 64 columns."""
     end = _STORE_CYCLES + (_LEAVE_CYCLES + _ADD_CYCLES * parts if parts > 1 else 0)
     return -(-columns // CHUNK) / parts * chunk + end * width + _ARRIVE_CYCLES * (parts > 1)
 
 
-def cut(tokens: int, across: int, columns: int, experts: int, blocks: int) -> Cut:
+def cut(tokens: int, across: int, columns: int, experts: int | None, blocks: int) -> Cut:
     """For `tokens` and a weight of `across` times 128 packed rows, or that many experts of so many rows each, which share the tokens evenly
     and are not cut along K: the tiles for which the busiest of the processors (`blocks`) has the least to do."""
-    parts = parts_of(across, columns) if experts == 1 else 1
-    mean = -(-tokens // experts)
+    parts = 1 if experts else parts_of(across, columns)
+    mean = -(-tokens // (experts or 1))
 
     def cost(most):
         whole, rest = divmod(mean, most)
-        widths = [_width(n, most) for n in [most] * whole + [rest] * (rest > 0)]
-        pairs = experts > 1 and most <= NARROW
-        times = [_cycles(width, columns, parts, _PAIR_CYCLES[width] / 2 if pairs else _CHUNK_CYCLES[width]) for width in widths]
-        share = across * experts * parts / blocks  # of a processor, in parts of each of these tiles
-        return max(sum(times) * share, max(times) * -(-len(times) * across * experts * parts // blocks)) if times else 0
+        few, pairs = bool(experts) and most <= FEW, bool(experts) and most <= NARROW
+        widths = [_width(n, most, few) for n in [most] * whole + [rest] * (rest > 0)]
+        tall = FEW_ROWS // BLOCK_ROWS if few else 1
+        times = [tall * _cycles(width, columns, parts, _FEW_CYCLES[width] if few else _PAIR_CYCLES[width] / 2 if pairs
+                                else _CHUNK_CYCLES[width]) for width in widths]
+        tiles = -(-across // tall) * (experts or 1) * parts  # for each of these times
+        return max(sum(times) * tiles / blocks, max(times) * -(-len(times) * tiles // blocks)) if times else 0
 
     return Cut(min(MOST, key=cost), parts)
 
@@ -150,7 +154,7 @@ def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1
     blocks, across = blocks_of(device), -(-columns * (2 if result == SWIGLU else 1) // BLOCK_ROWS)
     if offsets is None:
         across *= matrices
-    chosen = cut(rows, across, x.columns, 1 if offsets is None else matrices, blocks)
+    chosen = cut(rows, across, x.columns, None if offsets is None else matrices, blocks)
     most, parts, partial, counters = most or chosen.most, chosen.parts, None, None
     if parts > 1:
         tiles = across * -(-rows // most)
@@ -158,7 +162,7 @@ def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1
         counters = arrivals("packed_gemm", device, max(_COUNTERS, 1 << (tiles - 1).bit_length()))
     _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, partial=partial,
                  arrivals=counters, rows=rows, columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most,
-                 parts=parts, short_order=int(short_order), blocks=blocks * (2 if offsets is not None and most <= NARROW else 1),
+                 parts=parts, short_order=int(short_order), blocks=blocks * (2 if offsets is not None and FEW < most <= NARROW else 1),
                  factor=factor, limit=limit)
 
 

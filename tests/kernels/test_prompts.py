@@ -175,7 +175,7 @@ MEASURED_EXPERTS = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_chosen_tile_is_the_fastest_measured_one(name):
     tokens, K, N, times = MEASURED[name]
-    most, parts = prompts.cut(tokens, -(-N // prompts.BLOCK_ROWS), K, 1, 132)
+    most, parts = prompts.cut(tokens, -(-N // prompts.BLOCK_ROWS), K, None, 132)
     assert times[most] == min(times.values()) and parts == (2 if N == 512 else 1)
 
 
@@ -190,8 +190,8 @@ def test_how_many_parts():
     """By the weight alone; few rows have more of them, and none is short."""
     assert [prompts.parts_of(across, 7168) for across in (1, 2, 3, 4, 5, 12, 512)] == [7, 4, 2, 2, 1, 1, 1]
     assert [prompts.parts_of(1, columns) for columns in (64, 1024, 2047, 2048, 16384)] == [1, 1, 1, 2, 8]
-    assert {prompts.cut(tokens, 4, 7168, 1, 132).parts for tokens in (9, 100, 1024, 4096)} == {2}
-    assert prompts.cut(1024, 4, 7168, 2, 132).parts == 1  # experts, however few
+    assert {prompts.cut(tokens, 4, 7168, None, 132).parts for tokens in (9, 100, 1024, 4096)} == {2}
+    assert prompts.cut(1024, 4, 7168, 1, 132).parts == 1  # experts, however few
 
 
 def test_several_weights_of_one_input(rng):
@@ -283,10 +283,10 @@ def test_moe(rng, kind, shared_kind, reverse):
 @pytest.mark.parametrize("most", [32, 64, 96])
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_with_few_tokens(rng, monkeypatch, kind, most, reverse):
-    """The narrow kernel. 1 to 100 tokens an expert, some with none; K of ragged chunks, stages and items; a block's tiles are of different
-    experts and widths."""
+    """The narrow kernel, and the one for few tokens in all its widths. 1 to 70 tokens an expert, some with none; K of ragged chunks, stages
+    and items; a block's tiles are of different experts and widths."""
     D, inner = 608, 352
-    S, counts = 200, [1, 0, 31, 33, 0, 65, 70]
+    S, counts = 200, [1, 12, 31, 33, 0, 53, 70]
     chosen = torch.repeat_interleave(torch.arange(7, dtype=torch.int32), torch.tensor(counts))[torch.randperm(S, generator=rng)][:, None]
     x, weights = torch.randn(S, D, generator=rng).bfloat16(), torch.rand(S, 1, generator=rng) + 0.1
     parts = layer(rng, D, inner, 7, kind, kind)
@@ -311,17 +311,19 @@ def test_narrow_tiles_have_the_bits_of_others(rng, monkeypatch, kind):
 
 def test_two_narrow_blocks_for_a_processor(rng, monkeypatch):
     assert f"kNarrowTokens = {prompts.NARROW};" in (build.SOURCES / "packed_gemm.cuh").read_text()
+    assert f"kFewTokens = {prompts.FEW};" in (few := (build.SOURCES / "packed_few.cuh").read_text())
+    assert f"kFewWarps = {prompts.FEW_ROWS // 32}, kWarpTiles = 2, kFewBlocks = 1;" in few
     launched = []
     x, packed = tokens(rng, 8, 64), linear.pack_weights((any_weight(rng, "plain", 16, 64),))
     experts_of_two = experts.pack_experts(*layer(rng, 64, 64, 2, "plain", "plain"))
     monkeypatch.setitem(prompts._GEMMS, prompts.FORMATS["plain"], lambda most, blocks, **_: launched.append((most, blocks)))
     with emulated():
-        for most in (128, 96):
+        for most in (128, 96, 32):
             prompts.linear(arranged(x, packed), packed, most)
             routing = prompts.route(torch.zeros(8, 1, dtype=torch.int32), torch.ones(8, 1), 2)
             hidden = prompts.arrange(x, True, routing.source)
             prompts.expert_down(hidden, experts_of_two.down_routed, prompts.FORMATS["plain"], experts_of_two.factors[:2], 64, routing, most)
-    assert launched == [(128, 3), (128, 3), (96, 3), (96, 6)]
+    assert launched == [(128, 3), (128, 3), (96, 3), (96, 6), (32, 3), (32, 3)]
 
 
 def test_an_expert_of_many_tiles(rng):
@@ -414,6 +416,6 @@ def test_no_product_waits_for_another_one(nvcc, kernel_cache, name):
 
 @pytest.mark.parametrize("name", GEMMS)
 def test_two_narrow_blocks_fit_a_processor(nvcc, kernel_cache, name):
-    """65,536 registers; the source asserts the bytes. Of two results, and of three in the other sizes."""
+    """65,536 registers; the source asserts the bytes. Of two results, as the one for few tokens, and of three in the other sizes."""
     used = sorted(entry.registers for entry in build.usage(build.build(name, "sm_90a")))
-    assert len(used) == 8 and used[:2] == [80] * 2 and 2 * 384 * 80 <= 65536 and max(used) <= 168
+    assert len(used) == 10 and used[:4] == [80, 80, 96, 96] and 2 * 384 * 80 <= 65536 and 640 * 96 <= 65536 and max(used) <= 168

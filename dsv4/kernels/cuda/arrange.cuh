@@ -12,3 +12,8 @@ constexpr int kChunk = 64;  // columns
 __host__ __device__ constexpr int arranged_column(int vector, int word, bool short_order) {
     return short_order ? vector / 4 * 32 + word * 8 + vector % 4 * 2 : word * 16 + vector * 2;
 }
+// Where column `column` of a chunk is: the inverse.
+__host__ __device__ constexpr int arranged_place(int column, bool short_order) {
+    return short_order ? column / 32 * 32 + column / 4 % 2 * 16 + column / 2 % 2 * 8 + column / 8 % 4 * 2 + column % 2
+                       : column % 16 / 2 * 8 + column / 16 * 2 + column % 2;
+}

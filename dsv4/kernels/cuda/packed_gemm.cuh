@@ -1,6 +1,6 @@
 // y = x W^T for any number of tokens and the weights as decode packs them (packing.py), so that one copy of the weights serves both; W is
 // one matrix, or one an expert, whose rows of x lie together. Hopper's tensor cores (wgmma): sm_90a only, elsewhere the functions return
-// cudaErrorNotSupported. packed_gemm_*.cu compile it, a format each, and say what the kernel is called (PACKED_GEMM_KERNEL).
+// cudaErrorNotSupported. packed_gemm_*.cu compile it, a format each, and say what its kernels are called.
 //
 // The weights are the product's 64-row operand A, from registers, the tokens operand B, from shared memory. A packed tile of 16 rows is one
 // warp's part of A, and a lane's bytes are its own: 16 codes of a row become 8 pairs of bf16, exactly, with expand_e2m1 and the scales of
@@ -9,7 +9,8 @@
 //
 // A block is 128 rows of packed tiles by up to 256 tokens: two warpgroups that multiply 64 rows each, and threads that load. Weights come
 // by bulk copies into a ring, tokens by TMA into another one, whose slots hold 64 columns of the most tokens, 128 of half of them. The
-// product is as wide as the tile has tokens. There are three kernels, by the tokens of a tile (`Size`):
+// product is as wide as the tile has tokens. There are three kernels, by the tokens of a tile (`Size`), and for experts a fourth one, up to
+// 32 tokens, which has another form (packed_few.cuh); with all of them a token's result has the same bits:
 //   wide, up to 256    128, 192 and 256 columns; 2 items of weights (512 columns of FP4, 37 KB) and 4 slots of 32 KB
 //   middle, up to 128  32, 64, 96 and 128 columns; 3 items and 6 slots of 16 KB
 //   narrow, up to 96   of experts alone: two blocks an SM, one of which multiplies while the other expands; 32, 64 and 96 columns; 40 KB of
@@ -40,9 +41,7 @@
 // FP8: the block scale multiplies the weights in bf16, which is exact if it has up to 4 significant bits (prompts.takes); decode applies it
 // to the sums of 128 columns, for which there are no registers here.
 #pragma once
-#include "arrange.cuh"
-#include "stream.cuh"
-#include "tensor_map.cuh"
+#include "packed_few.cuh"
 
 constexpr int kMath = 256, kGemmThreads = kMath + 128;             // two warpgroups that multiply, one whose warps load
 constexpr int kTiles = 8, kBlockRows = kTiles * kRows;             // packed tiles of a block, one a warp
@@ -51,33 +50,13 @@ constexpr int kNarrowTokens = 96;                                  // of a tile 
 constexpr int kMaxSlots = 6, kMaxStages = 5, kScales = 2;          // of tokens, of weights, of an item's scales: on their way or in use
 constexpr int kOutTokens = 32, kOutStride = kBlockRows + 8;        // of a buffer of results; bf16 from token to token: no bank conflicts
 constexpr int kOutBytes = kOutTokens * kOutStride * 2;
-constexpr int kBand = 8;                                           // tiles of tokens before the next rows
-constexpr int kMaxMatrices = 384;
-constexpr int kUnit = 4;                                           // chunks of K that are never parted; an item, if that is less
 
 enum Size { kNarrow = 0, kMiddle = 1, kWide = 2 };
-enum Result { kRounded = 0, kSwiglu = 1, kFloats = 2 };
-
-struct Plan {
-    const char* weights;
-    const float *factors, *row_weights;  // factors [matrices, 3] or null: `factor`
-    const int* offsets;                  // [matrices + 1], or null: all have all rows
-    void* out;
-    float* partial;                      // [tiles of out, parts, most / 8, kMath, 4], if parts > 1
-    unsigned* arrivals;                  // a counter for each tile of out
-    int parts, units;                    // of K
-    int64_t matrix_bytes;
-    int rows, columns, matrices, tiles, items, most;  // columns: of one matrix' out; tiles: packed ones; most: tokens of a tile
-    int x_step, out_step, out_columns;   // from one matrix' columns to the next one's; of a row of out
-    bool short_order;                    // of hidden's columns (arrange.cuh)
-    float factor, limit;
-};
 
 struct Shared {
     uint64_t slot_full[kMaxSlots], slot_empty[kMaxSlots], stage_full[kMaxStages], stage_empty[kMaxStages];
     uint64_t scales_full[kScales], scales_empty[kScales];
-    int begin[kMaxMatrices], end[kMaxMatrices], first[kMaxMatrices + 1];  // a matrix' rows of x; its first tile of tokens
-    int sums[kGemmThreads / 32];
+    Rows rows;
     bool last;
 };
 
@@ -107,61 +86,18 @@ template <int kFormat, Size kSize> struct Sizes {
 template <Size kSize> __device__ __forceinline__ int width(int tokens) {
     return kSize == kWide ? (tokens <= 128 ? 128 : tokens <= 192 ? 192 : 256) : (tokens + 31) / 32 * 32;
 }
-// Chunks of 64 columns that a slot holds; an item is a whole number of slots.
-__host__ __device__ constexpr int item_chunks(int format) { return item_columns(format) / kChunk; }
-// Chunks of a unit: whole slots of any width of tile.
-__host__ __device__ constexpr int unit_chunks(int format) { return item_chunks(format) < kUnit ? item_chunks(format) : kUnit; }
+// Chunks of 64 columns that a slot holds.
 template <int kFormat, Size kSize> __host__ __device__ constexpr int slot_chunks(int n) {
     constexpr int kTokens = Sizes<kFormat, kSize>::kTokens;
     const int fit = n * 4 <= kTokens ? 4 : n * 2 <= kTokens ? 2 : 1;
     return fit < item_chunks(kFormat) ? fit : item_chunks(kFormat);
 }
 
-// A place in a ring of `kStages`.
-template <int kStages> struct Ring {
-    int index = 0;
-    unsigned parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++index == kStages) index = 0, parity ^= 1;
-    }
-};
-
 // One side's places in the rings.
 template <int kFormat, Size kSize> struct Rings {
     Ring<Sizes<kFormat, kSize>::kSlots> slot;
     Ring<Sizes<kFormat, kSize>::kStages> stage;
     Ring<kScales> scales;
-};
-
-// The tiles of this block, or parts of tiles, one after the other; both sides walk alike.
-struct Walk {
-    const Plan& plan;
-    const Shared& shared;
-    int t, across_all;
-    int matrix = 0, first_row = 0, tokens = 0, across = 0;  // of the current tile; across: which 128 packed rows
-
-    __device__ __forceinline__ Walk(const Plan& plan, const Shared& shared)
-        : plan(plan), shared(shared), t(int(blockIdx.x) - int(gridDim.x)), across_all((plan.tiles + kTiles - 1) / kTiles) {}
-
-    __device__ __forceinline__ bool next() {
-        t += gridDim.x;
-        if (t >= shared.first[plan.matrices] * across_all * plan.parts) return false;
-        const int tile = this->tile();
-        while (tile >= shared.first[matrix + 1] * across_all) matrix++;
-        int i = tile - shared.first[matrix] * across_all;
-        const int down_all = shared.first[matrix + 1] - shared.first[matrix], band = i / (kBand * across_all);
-        i -= band * kBand * across_all;
-        const int here = min(kBand, down_all - band * kBand), down = band * kBand + i % here;
-        across = i / here;
-        first_row = shared.begin[matrix] + down * plan.most;
-        tokens = min(plan.most, shared.end[matrix] - first_row);
-        return true;
-    }
-    // Made anew where they are used: registers are dear while a tile is multiplied.
-    __device__ __forceinline__ int tile() const { return t / plan.parts; }
-    __device__ __forceinline__ int part() const { return t % plan.parts; }
-    __device__ __forceinline__ int first_unit() const { return plan.units * part() / plan.parts; }
-    __device__ __forceinline__ int end_unit() const { return plan.units * (part() + 1) / plan.parts; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------- load
@@ -191,7 +127,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& map, const Plan& pla
     Rings<kFormat, kSize> at;
     at.slot.parity = at.stage.parity = 1;  // a new barrier counts as having completed the phase of parity 1: the rings are empty
     bool waits = !plan.offsets;            // for the kernel before this one; the block's other threads wait for the tokens
-    for (Walk walk(plan, shared); walk.next();) {
+    for (Walk walk(plan, shared.rows, kTiles); walk.next();) {
         const int n = width<kSize>(walk.tokens), chunks = slot_chunks<kFormat, kSize>(n);
         const char* weights = plan.weights + walk.matrix * plan.matrix_bytes;
         const int begin = walk.first_unit() * unit_chunks(kFormat), end = walk.end_unit() * unit_chunks(kFormat);
@@ -230,7 +166,7 @@ template <int kFormat, Size kSize> __device__ __forceinline__ void load_weights(
     using S = Sizes<kFormat, kSize>;
     Rings<kFormat, kSize> at;
     at.stage.parity = at.scales.parity = 1;
-    for (Walk walk(plan, shared); walk.next();) {
+    for (Walk walk(plan, shared.rows, kTiles); walk.next();) {
         const int begin = walk.first_unit() * unit_chunks(kFormat), end = walk.end_unit() * unit_chunks(kFormat);
         for (int chunk = begin; chunk < end; chunk += S::kStageChunks) {
             const int item = chunk / item_chunks(kFormat), in_item = chunk % item_chunks(kFormat);
@@ -252,7 +188,7 @@ template <int kFormat, Size kSize>
 __device__ __forceinline__ void load_tokens(const TensorMap& map, const Plan& plan, Shared& shared, char* memory) {
     Rings<kFormat, kSize> at;
     at.slot.parity = 1;
-    for (Walk walk(plan, shared); walk.next();) {
+    for (Walk walk(plan, shared.rows, kTiles); walk.next();) {
         const int n = width<kSize>(walk.tokens), chunks = slot_chunks<kFormat, kSize>(n), end = walk.end_unit() * unit_chunks(kFormat);
         for (int first = walk.first_unit() * unit_chunks(kFormat); first < end; first += chunks)
             load_slot(map, plan, walk, shared, memory, at, n, first, chunks);
@@ -261,71 +197,7 @@ __device__ __forceinline__ void load_tokens(const TensorMap& map, const Plan& pl
 
 // ------------------------------------------------------------------------------------------------------------------ multiply
 
-// A lane's part of 128 columns, number `pair` of the item, on its way to operand A; `mine` is its first 16 bytes of them, `scales` of the
-// item's. expand: the first or second 64 columns (v), four operands of 16.
-template <int kFormat> struct Weights {  // FP4: 16 columns of two rows are two words each, for each v
-    uint4 low, high;
-    uint32_t four;
-
-    __device__ __forceinline__ Weights(const char* mine, const char* scales, int pair) {
-        low = load_16(mine), high = load_16(mine + 512);
-        const int lane = threadIdx.x % 32;
-        four = *reinterpret_cast<const uint32_t*>(scales + 4 * pair - (kFormat == kNvfp4 ? 0 : 16 * (lane - lane / 2)));
-    }
-    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
-        const uint32_t low_scale = scale_pair<kFormat>(four, 2 * v), high_scale = scale_pair<kFormat>(four, 2 * v + 1);
-#pragma unroll
-        for (int p = 0; p < 2; p++) {
-            uint32_t l[4], h[4];
-            expand_e2m1(word(low, 2 * v + p), l);
-            expand_e2m1(word(high, 2 * v + p), h);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                a[2 * p + i / 2][i % 2 * 2] = mul_bf16x2(l[i], low_scale);
-                a[2 * p + i / 2][i % 2 * 2 + 1] = mul_bf16x2(h[i], high_scale);
-            }
-        }
-    }
-};
-template <> struct Weights<kFp8> {  // 16 columns of two rows are four words each, for each v
-    const char* mine;
-    uint32_t scale[2];  // of rows g and g + 8, as two bf16
-
-    __device__ __forceinline__ Weights(const char* mine, const char* scales, int pair) : mine(mine) {
-        scales = scales - 16 * (threadIdx.x % 32) + 8 * pair;
-#pragma unroll
-        for (int half = 0; half < 2; half++) scale[half] = byte_perm(*reinterpret_cast<const uint32_t*>(scales + 4 * half), 0, 0x3232);
-    }
-    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
-        constexpr uint32_t k2to120 = 0x7B807B80u;  // as two bf16; times a scale it might be too large for one
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint4 codes = load_16(mine + 1024 * v + 512 * half);
-#pragma unroll
-            for (int p = 0; p < 4; p++) {
-                uint32_t pair[2];
-                expand_e4m3(word(codes, p), pair);
-#pragma unroll
-                for (int i = 0; i < 2; i++) a[p][2 * i + half] = mul_bf16x2(mul_bf16x2(pair[i], k2to120), scale[half]);
-            }
-        }
-    }
-};
-template <> struct Weights<kBf16> {  // 16 bytes are an operand
-    const char* mine;
-
-    __device__ __forceinline__ Weights(const char* mine, const char*, int) : mine(mine) {}
-    __device__ __forceinline__ void expand(int v, uint32_t (&a)[4][4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint4 operand = load_16(mine + 2048 * v + 512 * i);
-            a[i][0] = operand.x, a[i][1] = operand.y, a[i][2] = operand.z, a[i][3] = operand.w;
-        }
-    }
-};
-
-#if defined(DSV4_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define HAS_WGMMA
+#ifdef HAS_WGMMA
 
 // Starts sum += the 64 columns of a with those of the tokens at `b`.
 template <int N> __device__ __forceinline__ void issue(float (&sum)[N / 2], const uint32_t (&a)[4][4], const char* b) {
@@ -433,27 +305,18 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[N / 2], const Walk&
 // A thread holds of rows g and g + 8 of its warp's tile the tokens 2 q and 2 q + 1 of each 8.
 template <int kResult, int kBuffers, int N>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Walk& walk, char* results) {
-    const int t = made_here(threadIdx.x), lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
+    const int t = made_here(threadIdx.x), lane = t % 32, warp = t / 32, q = lane % 4;
     const int64_t first_out = walk.first_row * int64_t(plan.out_columns) + walk.matrix * plan.out_step;
     const float* factors = plan.factors ? plan.factors + 3 * walk.matrix : nullptr;
-    if constexpr (kResult == kFloats) {  // 32 bytes of a token at a time, straight from the registers
-        const int column = (walk.across * kTiles + warp) * kRows + g, step = plan.out_columns;
-        const float factor = factors ? factors[2] : plan.factor;
-        float* to = static_cast<float*>(plan.out) + first_out + int64_t(2 * q) * step + column;
-        int left = walk.tokens - 2 * q;
-#pragma unroll
-        for (int i = 0; i < N / 2; i += 4, to += 8 * step, left -= 8) {
-            if (column < plan.columns && left > 0) to[0] = sum[i] * factor;
-            if (column < plan.columns && left > 1) to[step] = sum[i + 1] * factor;
-            if (column + 8 < plan.columns && left > 0) to[8] = sum[i + 2] * factor;
-            if (column + 8 < plan.columns && left > 1) to[step + 8] = sum[i + 3] * factor;
-        }
+    if constexpr (kResult == kFloats) {
+        store_floats<N>(sum, plan, walk, walk.across * kTiles + warp, lane);
         return;
     }
     constexpr int kTileColumns = kResult == kSwiglu ? kRows / 2 : kRows, kVectors = kTiles * kTileColumns / 8;
     const int row = t / kVectors, vector = t % kVectors, column = walk.across * kTiles * kTileColumns + vector * 8;  // what it writes
     __nv_bfloat16* to = static_cast<__nv_bfloat16*>(plan.out) + first_out + int64_t(row) * plan.out_columns + column;
-    const float gate_factor = factors ? factors[0] : plan.factor, up_factor = factors ? factors[1] : plan.factor;
+    const Swiglu swiglu(plan, factors);
+    const float factor = swiglu.gate_factor;
 #pragma unroll
     for (int part = 0; part < N / kOutTokens; part++) {
         __nv_bfloat16* buffer = reinterpret_cast<__nv_bfloat16*>(results + part % kBuffers * kOutBytes);
@@ -466,16 +329,12 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& pla
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int token = part * kOutTokens + 8 * j + 2 * q + e;
-                    const float weight = plan.row_weights && token < walk.tokens ? plan.row_weights[walk.first_row + token] : 1.0f;
-                    float gate = s[e] * gate_factor, up = s[e + 2] * up_factor;
-                    gate = gate > plan.limit ? plan.limit : gate;  // from above only; NaN stays
-                    up = up > plan.limit ? plan.limit : up < -plan.limit ? -plan.limit : up;
-                    value[e] = __fdividef(gate, 1.0f + __expf(-gate)) * up * weight;
+                    value[e] = swiglu(s[e], s[e + 2], row_weight(plan, walk, token));
                 }
                 pairs[j][0] = pack_bf16(value[0], value[1]);
             } else {
-                pairs[j][0] = pack_bf16(s[0] * gate_factor, s[1] * gate_factor);
-                pairs[j][1] = pack_bf16(s[2] * gate_factor, s[3] * gate_factor);
+                pairs[j][0] = pack_bf16(s[0] * factor, s[1] * factor);
+                pairs[j][1] = pack_bf16(s[2] * factor, s[3] * factor);
             }
         }
         // Turned over: rows become neighbours. The buffer, of two, was read before the last barrier but one.
@@ -551,29 +410,6 @@ __device__ __forceinline__ void tile(const Plan& plan, const Walk& walk, Shared&
 }
 #endif
 
-// Where each matrix' rows and tiles of tokens begin.
-__device__ __forceinline__ void count_tiles(const Plan& plan, Shared& shared) {
-    const int t = threadIdx.x, lane = t % 32;
-    int begin = 0, end = 0;
-    if (t < plan.matrices) {  // no more than threads
-        begin = plan.offsets ? plan.offsets[t] : 0, end = plan.offsets ? plan.offsets[t + 1] : plan.rows;
-        shared.begin[t] = begin, shared.end[t] = end;
-    }
-    const int mine = (end - begin + plan.most - 1) / plan.most;
-    int sum = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-    }
-    if (lane == 31) shared.sums[t / 32] = sum;
-    __syncthreads();
-    for (int i = 0; i < t / 32; i++) sum += shared.sums[i];
-    if (t < plan.matrices) shared.first[t] = sum - mine;
-    if (t == plan.matrices - 1) shared.first[t + 1] = sum;
-    __syncthreads();
-}
-
 template <int kFormat, int kResult, Size kSize>
 __global__ void __launch_bounds__(kGemmThreads, (Sizes<kFormat, kSize>::kBlocks))
     PACKED_GEMM_KERNEL(const __grid_constant__ TensorMap map, const __grid_constant__ Plan plan) {
@@ -589,7 +425,7 @@ __global__ void __launch_bounds__(kGemmThreads, (Sizes<kFormat, kSize>::kBlocks)
     }
     grid_dependency_launch();
     if (plan.offsets || S::kFine) grid_dependency_wait();  // else the thread that loads does so, behind the first weights
-    count_tiles(plan, shared);
+    count_tiles<kGemmThreads>(plan, shared.rows);
     if (threadIdx.x >= kMath) {
         registers_less<S::kLoadRegisters>();
         if constexpr (S::kFine) {
@@ -602,7 +438,7 @@ __global__ void __launch_bounds__(kGemmThreads, (Sizes<kFormat, kSize>::kBlocks)
     }
     registers_more<S::kMathRegisters>();
     Rings<kFormat, kSize> at;
-    for (Walk walk(plan, shared); walk.next();) {
+    for (Walk walk(plan, shared.rows, kTiles); walk.next();) {
         const int n = width<kSize>(walk.tokens);
         if constexpr (kSize == kWide) {
             if (n == 128) tile<kFormat, kResult, kSize, 128>(plan, walk, shared, memory, at);
@@ -631,8 +467,10 @@ static cudaError_t launch(const void* x, int x_columns, const Plan& plan, int bl
 template <int kFormat, int kResult>
 static cudaError_t launch(const void* x, int x_columns, const Plan& plan, int blocks, cudaStream_t stream) {
     if (plan.most > Sizes<kFormat, kMiddle>::kTokens) return launch<kFormat, kResult, kWide>(x, x_columns, plan, blocks, stream);
-    if constexpr (kResult != kRounded)
+    if constexpr (kResult != kRounded) {
+        if (plan.offsets && plan.most <= kFewTokens) return launch_few<kFormat, kResult>(x, x_columns, plan, blocks, stream);
         if (plan.offsets && plan.most <= kNarrowTokens) return launch<kFormat, kResult, kNarrow>(x, x_columns, plan, blocks, stream);
+    }
     return launch<kFormat, kResult, kMiddle>(x, x_columns, plan, blocks, stream);
 }
 
@@ -665,7 +503,7 @@ static cudaError_t packed_gemm(const void* x, const void* weights, const float* 
 #endif
     if (rows < 1 || columns < 1 || x_columns < 1 || x_columns % kChunk || matrices < 1 || matrices > kMaxMatrices || most < kBox ||
         most > kMaxN || most % kBox || (columns % 8 && result != kFloats) || result < kRounded || result > kFloats ||
-        (result == kSwiglu && !offsets && matrices > 1))
+        (offsets && parts > 1) || (result == kSwiglu && !offsets && matrices > 1))
         return cudaErrorInvalidValue;
     const int tile_rows = result == kSwiglu ? kRows / 2 : kRows, width = offsets ? x_columns : matrices * x_columns;
     Plan plan = {};
