@@ -1,4 +1,5 @@
-"""Products of many tokens with the weights that decode packs (packing.py), on Hopper: cuda/packed_gemm.cuh. No second copy of a weight.
+"""Products of many tokens with the weights that decode packs (packing.py), on Hopper: cuda/packed_gemm.cuh, which says what kernels there
+are; here is which tiles a product is cut into (`cut`). No second copy of a weight.
 
 x comes in the kernels' order of columns (`arrange`), once for all weights of one input and one order. `linear` and `grouped_linear` are
 dense; `moe` sorts the tokens by expert on the device: the host waits for nothing.
@@ -22,20 +23,21 @@ from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 
 CHUNK = 64  # columns: x is filled up to a multiple
 MOST = (256, 192, 128, 96, 64, 32)  # tokens of a tile: widths of the tensor cores' products
-NARROW = 96  # and up to so many tokens of an expert, where two blocks share a processor
-FEW, FEW_ROWS = 32, 512  # or, up to so many, one has so many rows, and weights come as fast as from memory
+NARROW = 96  # of experts, up to which two blocks share a processor
+FEW, FEW_ROWS = 32, 512  # of experts, up to which another kernel takes them (cuda/packed_few.cuh), and that one's rows
 BLOCK_ROWS, MAX_MATRICES = 128, 384  # these as in cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
 # Parts along K: a step of 1,024 tokens is 16 tiles of 64, which with 8 rows of tiles or of their parts makes 128 for an H200's 132
 # processors; a part of less than 1,024 columns (5 us with 64 tokens) would not be worth its end (2.7 us for two, docs/measurements.md).
 _SPREAD, _PART_COLUMNS = 8, 1024
-# Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns, by the tile's width, and of
-# two blocks that have 64 columns each; of storing, a token. Of the end of a part, predicted and within 10 % of two measured ones: its sums
-# go to L2 at 32 bytes a cycle; behind a fence and a counter, the last block gets those of all parts at 46.
+# Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns of 128 rows, by the tile's
+# width; of experts where two blocks share a processor, half of what both take; of the kernel for few tokens, a quarter of its 512 rows'. Of
+# storing, a token. Of the end of a part, predicted and within 10 % of two measured ones: its sums go to L2 at 32 bytes a cycle; behind a
+# fence and a counter, the last block gets those of all parts at 46.
 _CHUNK_CYCLES = {32: 540, 64: 650, 96: 830, 128: 1070, 192: 1140, 256: 1310}
-_PAIR_CYCLES = {32: 900, 64: 1140, 96: 1430}
-_FEW_CYCLES = {8: 250, 16: 260, 24: 280, 32: 320}  # predicted
+_PAIR_CYCLES = {32: 450, 64: 570, 96: 715}
+_FEW_CYCLES = {8: 255, 16: 270, 24: 320, 32: 380}
 _STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 14, 16, 11, 2000
 _COUNTERS = 1024  # at least, so that nearly all products share one set
 
@@ -137,11 +139,11 @@ def cut(tokens: int, across: int, columns: int, experts: int | None, blocks: int
 
     def cost(most):
         whole, rest = divmod(mean, most)
-        few, pairs = bool(experts) and most <= FEW, bool(experts) and most <= NARROW
+        few = bool(experts) and most <= FEW
+        chunk = _FEW_CYCLES if few else _PAIR_CYCLES if experts and most <= NARROW else _CHUNK_CYCLES
         widths = [_width(n, most, few) for n in [most] * whole + [rest] * (rest > 0)]
         tall = FEW_ROWS // BLOCK_ROWS if few else 1
-        times = [tall * _cycles(width, columns, parts, _FEW_CYCLES[width] if few else _PAIR_CYCLES[width] / 2 if pairs
-                                else _CHUNK_CYCLES[width]) for width in widths]
+        times = [tall * _cycles(width, columns, parts, chunk[width]) for width in widths]
         tiles = -(-across // tall) * (experts or 1) * parts  # for each of these times
         return max(sum(times) * tiles / blocks, max(times) * -(-len(times) * tiles // blocks)) if times else 0
 

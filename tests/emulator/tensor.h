@@ -6,9 +6,10 @@
 bool make_map(TensorMap* map, int element_bytes, const void* address, unsigned width, unsigned height, size_t row_bytes, unsigned box_width,
               unsigned box_height, Swizzle swizzle) {
     const size_t inner = size_t(box_width) * element_bytes;
-    const bool good = (element_bytes == 1 || element_bytes == 2 || element_bytes == 8) && reinterpret_cast<uintptr_t>(address) % 16 == 0 && row_bytes % 16 == 0 &&
-                      width && height && row_bytes >= size_t(width) * element_bytes && box_width && box_height && box_width <= 256 &&
-                      box_height <= 256 && inner % 16 == 0 && (swizzle == Swizzle::kNone || inner == size_t(16) << unsigned(swizzle));
+    const bool good = (element_bytes == 1 || element_bytes == 2 || element_bytes == 8) &&
+                      reinterpret_cast<uintptr_t>(address) % 16 == 0 && row_bytes % 16 == 0 && width && height &&
+                      row_bytes >= size_t(width) * element_bytes && box_width && box_height && box_width <= 256 && box_height <= 256 &&
+                      inner % 16 == 0 && (swizzle == Swizzle::kNone || inner == size_t(16) << unsigned(swizzle));
     *map = {static_cast<const char*>(address), row_bytes, unsigned(element_bytes), width, height, box_width, box_height, swizzle, good, {}};
     return good;
 }

@@ -299,7 +299,7 @@ def box_in_memory(matrix, element, x, y, width, height, swizzle):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("element", [1, 2])
+@pytest.mark.parametrize("element", [1, 2, 8])
 @pytest.mark.parametrize("swizzle", range(4))
 def test_tensor_copies(rng, place, element, swizzle):
     """Each swizzle; a box inside, over the right and lower edge, and over the left and upper one. A box begins at a multiple of 16 bytes of

@@ -1,24 +1,30 @@
-// The kernel of packed_gemm.cuh for routed experts with tiles of up to 32 tokens: as fast as weights come from memory, and not as wgmma's
-// operands become ready. A warp multiplies two packed tiles (32 rows) with mma.sync: its weights are expanded into the registers of operand
-// A, as in the other kernels, and the tokens are operand B, read from shared memory once for both tiles. No product waits for the one
-// before but where they add to the same sums, and those of 32 tokens and 32 rows are eight chains. One chain a sum, in the order of the
-// columns, as wgmma has it: the bits are the same (0 of 40,960 differed on an H200).
+// The kernel of packed_gemm.cuh for routed experts with tiles of up to 32 tokens, which should take no longer than their weights take to
+// come from memory. wgmma with weights from registers waits for the product before; here a warp multiplies two packed tiles (32 rows) with
+// mma.sync. Its weights are expanded into the registers of operand A, as in the other kernels; the tokens are operand B, 8, 16, 24 or 32 of
+// them, read from shared memory once for both tiles. No product waits for the one before but where they add to the same sums, and those of
+// 32 tokens and 32 rows are eight chains. One chain a sum, in the order of the columns, as wgmma has it: the bits are the same (on an H200
+// all hidden values and 69 million sums of Flash's and Pro's experts with 1,024 tokens).
 //
-// A block is kFewWarps warps that multiply, 32 rows each, and a thread that loads. A stage of the ring is 64 or 128 columns of the weights
-// of all of the block's tiles (1 KB a tile, of bf16 2), one tensor copy, and of the tokens, in eights; an item's scales come with the first
-// of its stages, to one of two places in turn. So a warp waits once and arrives once for 128 columns of FP4. Copies by the warp that loads,
-// a tile each, would be 500 instructions a stage, for which its scheduler has 1,940 cycles, and other warps take 1,380 of these.
+// A block is kFewWarps warps that multiply, 32 rows each, and a thread that loads; one an SM. A stage of the ring is 64 or 128 columns of
+// the weights of all of the block's tiles (1 KB a tile, of bf16 2), one tensor copy, and of the tokens, in eights; an item's scales come
+// with the first of its stages, to one of two places in turn. So a warp waits once and arrives once for 128 columns of FP4. Copies by a
+// warp that loads, a tile each, would be 500 instructions a stage by count, for which its scheduler has 1,940 cycles; other warps take
+// 1,380 of these.
 //
-// Cycles of an SM for 64 columns x 128 rows of NVFP4 and N tokens, by count: DRAM 242 (4.6 KB at 4.3 TB/s); shared memory 72 + 4.25 N, 208
-// with 32; instructions of a scheduler 170 with 32 (104 to expand two tiles, N to multiply,
-// N / 4 to load tokens, the rest around).
+// ns of an SM for 64 columns x 128 rows of NVFP4 (4.6 KB, for which DRAM at 4.3 TB/s needs 141), measured on an H200 at 1.7 GHz with so
+// many tokens for every expert, w1 with w3 and w2 of Flash and Pro: 144 to 157 with 8, 149 to 172 with 16, 190 to 195 with 24, 219 to 235
+// with 32, where the narrow kernel of packed_gemm.cuh takes 250 to 279 with any of them. With 8 it is DRAM (119 to 131 with weights from
+// L2); with 24 and 32 the products, then the expansion: of 32 tokens 150 to 183 without most products, 190 to 214 without the expansion, no
+// less with weights from L2 or without loading tokens. Two tiles of 32 are slower than one of 64 in the narrow kernel (445 to 480 against
+// 318 to 331), and so is this kernel with 64 tokens a tile and 12 warps (393 to 412). Other forms, with 1,024 tokens, were between 2 %
+// faster and 7 % slower: 12 warps; 8 warps, two blocks an SM; 8 warps of 4 tiles; 3 stages (docs/measurements.md).
 #pragma once
 #include "packed_plan.cuh"
 
 constexpr int kFewTokens = 32;                                  // of a tile
-constexpr int kFewWarps = 16, kWarpTiles = 2, kFewBlocks = 1;   // that multiply; packed tiles of each; blocks on an SM
+constexpr int kFewWarps = 16, kWarpTiles = 2;                   // that multiply; packed tiles of each
 constexpr int kFewMath = kFewWarps * 32, kFewThreads = kFewMath + 128, kFewTiles = kFewWarps * kWarpTiles;
-constexpr int kFewMathRegisters = kFewBlocks == 1 ? 112 : 104, kFewLoadRegisters = 32;
+constexpr int kFewMathRegisters = 112, kFewLoadRegisters = 32;
 constexpr int kFewBox = 8;                                      // tokens of a tensor copy and of a product
 
 template <int kFormat> struct FewSizes {
@@ -35,7 +41,7 @@ template <int kFormat> struct FewSizes {
         Rows rows;
     };
     static constexpr int kBytes = kSharedAt + sizeof(Shared);
-    static_assert(kBytes <= (228 << 10) / kFewBlocks - 1024, "memory");
+    static_assert(kBytes <= 227 << 10, "memory");
     // Where a stage is free, the item before its own is not read any more but for its last kStages - 1 stages.
     static_assert(!kScaleBytes || kStages <= kItemStages + 1, "an item's scales are read when the next but one comes");
 };
@@ -161,7 +167,7 @@ __device__ __forceinline__ void tile_of_few(const Plan& plan, const Walk& walk, 
 }
 
 template <int kFormat, int kResult>
-__global__ void __launch_bounds__(kFewThreads, kFewBlocks)
+__global__ void __launch_bounds__(kFewThreads, 1)
     PACKED_FEW_KERNEL(const __grid_constant__ FewMaps maps, const __grid_constant__ Plan plan) {
 #ifdef HAS_WGMMA
     using S = FewSizes<kFormat>;

@@ -7,14 +7,17 @@
 // stream.cuh. A lane holds 16 consecutive columns where the instruction wants 2 of each 8, so x must come in that order of columns in each
 // 64 (arrange.cuh): the kernel that gathers the rows writes it (arrange_tokens), for w2 the epilogue of w1 and w3.
 //
-// A block is 128 rows of packed tiles by up to 256 tokens: two warpgroups that multiply 64 rows each, and threads that load. Weights come
-// by bulk copies into a ring, tokens by TMA into another one, whose slots hold 64 columns of the most tokens, 128 of half of them. The
-// product is as wide as the tile has tokens. There are three kernels, by the tokens of a tile (`Size`), and for experts a fourth one, up to
-// 32 tokens, which has another form (packed_few.cuh); with all of them a token's result has the same bits:
+// There are four kernels, by the tokens that a tile may have (`most`); with all of them a token's result has the same bits. packed_plan.cuh
+// is what they share. This file has three (`Size`), whose block is 128 rows of packed tiles by up to 256 tokens: two warpgroups that
+// multiply 64 rows each, and threads that load. Weights come by bulk copies into a ring, tokens by TMA into another one, whose slots hold
+// 64 columns of the most tokens, 128 of half of them. The product is as wide as the tile has tokens, which may be far fewer than `most`:
 //   wide, up to 256    128, 192 and 256 columns; 2 items of weights (512 columns of FP4, 37 KB) and 4 slots of 32 KB
 //   middle, up to 128  32, 64, 96 and 128 columns; 3 items and 6 slots of 16 KB
 //   narrow, up to 96   of experts alone: two blocks an SM, one of which multiplies while the other expands; 32, 64 and 96 columns; 40 KB of
-//                      weights (bf16 and FP8: 48) in stages of 128 columns (bf16: 64), and 4 slots of 12 KB
+//                      weights (bf16 and FP8: 48) in stages of 128 columns (bf16: 64), and 4 slots of 12 KB. Its 32 columns are for experts
+//                      with fewer tokens than others, and what is left of more than `most`: of tiles of 96 with 96 tokens an expert at
+//                      random, 928 cycles a chunk in the mean, and 984 if none were below 64 (both by count)
+//   few, up to 32      of experts alone, by mma.sync: packed_few.cuh
 // In the first two the next chunk's weights (64 columns) are expanded into the other one of two sets of 16 registers while a chunk is
 // multiplied; the narrow one has 104 registers a thread, enough for one set.
 //
@@ -31,8 +34,8 @@
 // tokens, 830 with 96, 650 with 64 and 540 with 32: a product waits for the one before, as its A comes from registers, and ptxas puts all
 // that expands the next chunk behind the fourth one, where it hides behind that alone. Expanding the next product's weights behind each
 // product, which ptxas cannot move, was slower. Two narrow blocks take 1,430 cycles for a chunk each with 96 tokens, 1,140 with 64 and 900
-// with 32 (at 1.7 GHz, assumed), a seventh less than one after the other, where their schedulers need 400 (docs/measurements.md). One dense
-// product has too few tiles for two blocks an SM to be worth it: 57 us and not 50 for 1,024 tokens of Pro's wq_a.
+// with 32 (at 1.7 GHz), a seventh less than one after the other, where their schedulers need 400 (docs/measurements.md). One dense product
+// has too few tiles for two blocks an SM to be worth it: 57 us and not 50 for 1,024 tokens of Pro's wq_a.
 //
 // ptxas adds up the registers of all products of a kernel that may be on their way around a loop. Where they are too many, it makes every
 // wgmma wait for the one before ("insufficient register resources", without spilling any): with all widths in one kernel; in the narrow one

@@ -1,4 +1,5 @@
-// What the kernels of packed_gemm.cuh share: a product's plan, the walk through its tiles, weights on their way to operand A, results.
+// What the kernels of packed_gemm.cuh and packed_few.cuh share: a product's plan, the walk through its tiles, weights on their way to
+// operand A, results.
 #pragma once
 #include "arrange.cuh"
 #include "stream.cuh"
