@@ -117,8 +117,9 @@ def test_what_is_loaded_is_what_the_checkpoint_reads(format, way, go, tmp_path, 
     monkeypatch.setattr(loader, "PIECE", 5000)
     monkeypatch.setattr(loader, "SLOT", 700)
     go(way)
-    parts = parts_of(checkpoint)
-    assert_loaded(checkpoint, load(checkpoint, parts, threads=3), parts)
+    for devices in ((CPU,), (CPU, CPU_0)):
+        parts = parts_of(checkpoint, devices)
+        assert_loaded(checkpoint, load(checkpoint, parts, threads=3), parts)
 
 
 @pytest.mark.parametrize("format", ["nvidia", "bf16"])
