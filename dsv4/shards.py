@@ -150,10 +150,10 @@ class OpenShard:
     at: int
 
     def cut_short(self) -> CheckpointError:
-        """The file ends at `at`."""
-        entry = _entry_at(self.run, self.at)
+        """The file ends at `at` or, as others read what lies before, sooner."""
+        entry, end = _entry_at(self.run, self.at), min(self.at, os.fstat(self.file).st_size)
         return CheckpointError(f"{self.run.shard}: {entry.key}: expected {entry.nbytes} bytes at offset {entry.begin}, found "
-                               f"{self.at - entry.begin}: the shard changed after its header was read")
+                               f"{max(0, end - entry.begin)}: the shard changed after its header was read")
 
 
 def _entry_at(run, at):
