@@ -35,7 +35,7 @@ from . import runtime
 from .checkpoint import Checkpoint, Layout, Need, human_bytes
 from .errors import DoesNotFit, KernelError, UserError
 from .formats import Weight
-from .kernels.read_to_gpu import read_to_gpu
+from .kernels.read_to_gpu import prepare, read_to_gpu
 from .shards import TORCH_DTYPES, Entry, Run, open_shard, read_range, runs_of, tensor_of
 from .synthetic import SyntheticCheckpoint
 
@@ -192,10 +192,6 @@ class _Piece:
     ranges: list[tuple[Run, int, int, int]]
     target: torch.Tensor
 
-    @property
-    def shard(self) -> str:
-        return self.ranges[0][0].shard
-
 
 class _Slots:
     """A reading thread's pinned memory, and of a GPU without kernels the copies from it that are under way."""
@@ -205,7 +201,11 @@ class _Slots:
 
     @functools.cached_property
     def memory(self) -> torch.Tensor:
-        return torch.empty(SLOTS, SLOT, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        try:
+            return torch.empty(SLOTS, SLOT, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        except RuntimeError as error:  # in which CUDA says "out of memory" of the host's
+            raise DoesNotFit(f"the host: expected {human_bytes(SLOTS * SLOT)} of pinned memory for each reading thread, found "
+                             f"{str(error).splitlines()[0]}: end what else uses the host's memory") from None
 
     def on(self, stream: torch.cuda.Stream | None) -> None:
         """What this thread copies is queued there; for good, and not around each copy: that is five more calls."""
@@ -269,6 +269,9 @@ class _Loading:
         self.last, self.delivered = (self.lanes[0].parts[0].name, self.lanes[0].device), time.monotonic()
 
     def run(self):
+        for lane in self.lanes if self.by_kernels else ():
+            if lane.stream is not None:
+                prepare(lane.device)
         workers = [threading.Thread(target=self._read_pieces, name=f"read {n}", daemon=True) for n in range(self.threads)]
         if not self.alone:
             workers += [threading.Thread(target=self._bind_parts, args=(lane,), name=f"bind {lane.device}", daemon=True)
@@ -300,7 +303,7 @@ class _Loading:
                 worker.join()
 
     def _give_back(self):
-        """All memory, whoever still holds the error: parts, and the units, whose lanes refer to each other."""
+        """Parts, and the units, whose lanes refer to each other; not what the frames of an error that is still held refer to."""
         self.made.clear()
         for lane in self.lanes:
             for reading in lane.readings:
@@ -536,11 +539,13 @@ class _Loading:
 
     def _read_by_slots(self, piece, slots):
         slots.on(piece.unit.reading.lane.stream)
-        for run, begin, size, at in _parts(piece):
-            slot = slots.take(size)
-            self._read_to(run, begin, memoryview(slot.numpy()))
-            slots.copy(slot, piece.target[at : at + size])
-        slots.wait()
+        try:
+            for run, begin, size, at in _parts(piece):
+                slot = slots.take(size)
+                self._read_to(run, begin, memoryview(slot.numpy()))
+                slots.copy(slot, piece.target[at : at + size])
+        finally:
+            slots.wait()  # who is told of a failure gives the memory back
         self._have_read(piece.unit, sum(size for _, _, size, _ in piece.ranges))
 
     def _read_to(self, run, begin, view):

@@ -138,7 +138,7 @@ def runs_of(entries: Iterable[Entry], gap: int = 0) -> list[Run]:
             runs[-1].append(entry)
         else:
             runs.append([entry])
-    return [Run(run[0].shard, run[0].begin, run[-1].end, tuple(run)) for run in runs]
+    return [Run(run[0].shard, run[0].begin, max(entry.end for entry in run), tuple(run)) for run in runs]
 
 
 @dataclass
@@ -157,7 +157,10 @@ class OpenShard:
 
 
 def _entry_at(run, at):
-    return run.entries[max(0, bisect.bisect_right(run.entries, at, key=lambda entry: entry.begin) - 1)]
+    """The tensor whose byte that is, or in a gap the next one."""
+    after = bisect.bisect_right(run.entries, at, key=lambda entry: entry.begin)
+    entry = run.entries[max(0, after - 1)]
+    return run.entries[after] if at >= entry.end and after < len(run.entries) else entry
 
 
 @contextlib.contextmanager
@@ -170,8 +173,9 @@ def open_shard(folder: Path, run: Run, begin: int, stamp: Stamp | None = None) -
         try:
             yield shard
             if stamp is not None and stamp_of(shard.file) != stamp:
-                raise CheckpointError(f"{run.shard}: {_entry_at(shard.run, shard.at).key}: the shard changed after its header was read, "
-                                      f"seen after reading up to offset {shard.at}: load again once nothing writes to it")
+                key = _entry_at(shard.run, shard.at - 1).key
+                raise CheckpointError(f"{run.shard}: {key}: the shard changed after its header was read, seen after reading up to offset "
+                                      f"{shard.at}: load again once nothing writes to it")
         finally:
             os.close(shard.file)
     except OSError as error:

@@ -653,16 +653,41 @@ def test_a_disk_that_fails(checkpoint, monkeypatch):
     refused(checkpoint, f"{SHARD}: {bad.key}: reading at offset {bad.begin} failed: Input/output error")
 
 
+def test_a_shard_that_may_not_be_read(checkpoint, monkeypatch):
+    """At its header and at its weights."""
+    def refuse(original, *name):
+        def opened(path, *how, **more):
+            if str(path).endswith(SHARD):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return original(path, *how, **more)
+
+        monkeypatch.setattr(*name, opened)
+
+    refuse(os.open, shards.os, "open")
+    refused(checkpoint, f"{SHARD}: layers.2.", "reading at offset", "failed: Permission denied")
+    refuse(open, "builtins.open")
+    with pytest.raises(CheckpointError, match=f"{SHARD}: cannot be read: Permission denied$"):
+        Checkpoint.open(checkpoint.folder)
+
+
+def test_a_shard_that_ends_in_a_gap(tmp_path):
+    """The tensor behind the gap is the one that is missing."""
+    (tmp_path / "s").write_bytes(bytes(20))
+    first, second = (shards.Entry("s", key, "U8", (8,), begin, begin + 8) for key, begin in (("first", 0), ("second", 40)))
+    with pytest.raises(CheckpointError, match="^s: second: expected 8 bytes at offset 40, found 0: the shard changed"):
+        shards.read_range(tmp_path, shards.Run("s", 0, 48, (first, second)), 0, memoryview(bytearray(48)))
+
+
 def test_a_disk_that_fails_below_the_kernels(checkpoint, go, monkeypatch):
     """read_to_gpu says where: in the second of two ranges here, of an expert's codes and scales."""
     go("kernels")
-    seen = []
+    seen, original = [], loader.read_to_gpu
 
-    def fails(file, ranges, *_):
+    def fails(file, ranges, *rest):
         if os.readlink(f"/proc/self/fd/{file}").endswith(SHARD) and len(ranges) > 1 and not seen:
             seen.append(ranges)
             return 1, 100, errno.EIO
-        return len(ranges), 0, 0
+        return original(file, ranges, *rest)
 
     monkeypatch.setattr(loader, "read_to_gpu", fails)
     text = str(refused(checkpoint, f"{SHARD}: layers.2.ffn.experts."))

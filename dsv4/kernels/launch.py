@@ -105,9 +105,18 @@ class Kernel:
             raise KernelError(f"{self.name}: expected the kernel to launch, found CUDA error {error}: DSV4_SYNC=1 shows whether an earlier "
                               "kernel made it, --backend torch does without kernels")
 
+    def load(self, device: int) -> None:
+        """Builds it for that GPU if need be, and loads it. Raises KernelError for an object that does not load, UserError as `built`."""
+        built = str(self.built(architecture(torch.device("cuda", device))))
+        try:
+            self._functions[device] = self.bind(ctypes.CDLL(built))
+        except OSError as error:
+            raise KernelError(f"{self.name}: expected an object that loads, found {error}: remove it, so that it is built again, or set "
+                              "DSV4_KERNEL_CACHE to a folder whose files may be run") from None
+
     def _on_gpu(self, device: int, addresses: list) -> int:
         if device not in self._functions:
-            self._functions[device] = self.bind(ctypes.CDLL(str(self.built(architecture(torch.device("cuda", device))))))
+            self.load(device)
         before = torch.cuda.current_device()
         if before != device:
             torch.cuda.set_device(device)

@@ -13,6 +13,11 @@ _read = Kernel("read_to_gpu", {"ranges": HOST, "to": WORK, "slots": HOST, "found
                                "slot_bytes": int, "slot_count": int})
 
 
+def prepare(device: torch.device) -> None:
+    """Before threads call it, which would all build it at once, and among whose errors one of loading looks like a file's."""
+    _read.load(device.index or 0)
+
+
 def read_to_gpu(file: int, ranges: Sequence[tuple[int, int, int]], to: torch.Tensor, slots: torch.Tensor,
                 stop: torch.Tensor) -> tuple[int, int, int]:
     """Reads `ranges` (where in the open file, bytes, where in `to`) to `to`, uint8 [n] of a GPU, by way of `slots`, uint8 [count, bytes]

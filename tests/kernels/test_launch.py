@@ -125,3 +125,13 @@ def test_every_instruction_of_ptx_is_among_them():
     names = {a or b for a, b in declared} - {"shared_address", "read_once", "name"}  # the first two are ptx.cuh's own
     text = "".join(source.read_text() for source in CONFORMANCE)
     assert len(names) > 40 and not {name for name in names if not re.search(rf"\b{name}\b", text)}
+
+
+def test_an_object_that_does_not_load(tmp_path, monkeypatch):
+    """One line with the file: whoever reads a file meanwhile must not take it for that one's error."""
+    (tmp_path / "k.so").write_bytes(b"no object")
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90a")
+    kernel = Kernel("k", {"x": IN})
+    monkeypatch.setattr(kernel, "built", lambda arch: tmp_path / "k.so")
+    with pytest.raises(KernelError, match=r"^k: expected an object that loads, found [^\n]*k\.so: [^\n]*: remove it, so that"):
+        kernel.load(0)

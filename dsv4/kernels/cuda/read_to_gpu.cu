@@ -25,8 +25,9 @@ struct Copies {
         return cudaEventSynchronize(events[slot]);
     }
     cudaError_t begin(int slot, char* to, const char* from, size_t bytes, cudaStream_t stream) {
-        cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream);
-        if (!error && !events[slot]) error = cudaEventCreateWithFlags(&events[slot], cudaEventDisableTiming);
+        cudaError_t error = cudaSuccess;
+        if (!events[slot]) error = cudaEventCreateWithFlags(&events[slot], cudaEventDisableTiming);
+        if (!error) error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream);
         if (!error) error = cudaEventRecord(events[slot], stream);
         under_way[slot] = !error;
         return error;
