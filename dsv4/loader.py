@@ -201,6 +201,7 @@ class _Slots:
 
     @functools.cached_property
     def memory(self) -> torch.Tensor:
+        """uint8 [SLOTS, SLOT], taken when it is first asked for. Raises DoesNotFit."""
         try:
             return torch.empty(SLOTS, SLOT, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         except RuntimeError as error:  # in which CUDA says "out of memory" of the host's

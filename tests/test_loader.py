@@ -670,6 +670,25 @@ def test_a_shard_that_may_not_be_read(checkpoint, monkeypatch):
         Checkpoint.open(checkpoint.folder)
 
 
+def test_a_host_without_memory_to_pin(checkpoint, go, monkeypatch):
+    go("slots")
+    empty = torch.empty
+
+    def refuses(*shape, **how):
+        if "pin_memory" in how:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+        return empty(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    refused(checkpoint, "the host: expected 16.78 MB of pinned memory for each reading thread, found CUDA error: out of memory: end what",
+            error=DoesNotFit)
+
+
+def test_a_tensor_without_bytes_does_not_shorten_a_run():
+    whole, none = (shards.Entry("s", key, "U8", (end - 100,), 100, end) for key, end in (("whole", 200), ("none", 100)))
+    assert [(run.begin, run.end) for run in shards.runs_of([whole, none])] == [(100, 200)]
+
+
 def test_a_shard_that_ends_in_a_gap(tmp_path):
     """The tensor behind the gap is the one that is missing."""
     (tmp_path / "s").write_bytes(bytes(20))

@@ -163,16 +163,16 @@ MEASURED = {
     "flash wkv, 4096": (4096, 4096, 512, {256: 31.2, 192: 50.2, 128: 42.8, 96: 51.7, 64: 53.8, 32: 77.8}),
     "flash wo_b, 1024": (1024, 8192, 4096, {256: 88.2, 192: 150.9, 128: 137.5, 96: 171.8, 64: 190.0, 32: 294.1}),
 }
-# The same of experts' w1 with w3, whose tokens differ in number, by tokens of an expert. Tiles of 32 on 2026-12-01: Flash's by
-# bench_prompts.py, Pro's by a script that is not in the repository; that kernel was not timed with 4,096 tokens.
+# The same of experts' w1 with w3, whose tokens differ in number, by tokens of an expert. Tiles of 32 by bench_prompts.py
+# on 2026-12-01 (the few kernel), which was not timed with 4,096 tokens.
 MEASURED_EXPERTS = {
-    "flash, 24": (6 * 1024, 4096, 4096, 256, {256: 2187.8, 192: 2191.8, 128: 1244.9, 96: 1043.4, 64: 1048.1, 32: 831.6}),
+    "flash, 24": (6 * 1024, 4096, 4096, 256, {256: 2187.8, 192: 2191.8, 128: 1244.9, 96: 1043.4, 64: 1048.1, 32: 798.2}),
     "flash, 96": (6 * 4096, 4096, 4096, 256, {256: 2246.4, 192: 2237.9, 128: 2264.0, 96: 2200.7, 64: 2528.4}),
-    "pro, 16": (6 * 1024, 7168, 6144, 384, {256: 8728.3, 192: 8601.2, 128: 4735.3, 96: 3945.9, 64: 3918.4, 32: 2676}),
+    "pro, 16": (6 * 1024, 7168, 6144, 384, {256: 8728.3, 192: 8601.2, 128: 4735.3, 96: 3945.9, 64: 3918.4, 32: 2839.2}),
     "pro, 64": (6 * 4096, 7168, 6144, 384, {256: 9732.0, 192: 9455.0, 128: 7400.1, 96: 5350.6, 64: 7332.7}),
 }
-# ns of a processor for 64 columns of 128 rows, with so many tokens for every expert, in tiles of up to 32 (two for 64) and of more, by that
-# script: Flash's w1 with w3 and w2, Pro's.
+# ns of a processor for 64 columns of 128 rows, with so many tokens for every expert, in tiles of up to 32 (two for 64) and of more, by a
+# script that is not in the repository (docs/measurements.md): Flash's w1 with w3 and w2, Pro's.
 MEASURED_CHUNKS = {
     "flash w1 w3": (4096, 4096, 256, {8: (151, 263), 16: (158, 261), 24: (190, 262), 32: (219, 267), 64: (445, 318)}),
     "flash w2": (2048, 4096, 256, {8: (157, 268), 16: (172, 265), 24: (195, 266), 32: (230, 272), 64: (462, 321)}),
