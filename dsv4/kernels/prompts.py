@@ -1,5 +1,5 @@
-"""Products of many tokens with the weights that decode packs (packing.py), on Hopper: cuda/packed_gemm.cuh, which says what kernels there
-are; here is which tiles a product is cut into (`cut`). No second copy of a weight.
+"""Products of many tokens with the weights that decode packs (packing.py), on Hopper, by cuda/packed_gemm.cuh; here is which tiles a
+product is cut into (`cut`). No second copy of a weight.
 
 x comes in the kernels' order of columns (`arrange`), once for all weights of one input and one order. `linear` and `grouped_linear` are
 dense; `moe` sorts the tokens by expert on the device: the host waits for nothing.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..formats import Weight
+from . import PROMPT_TOKENS
 from .arrivals import arrivals
 from .experts import PackedExperts
 from .grouped import MAX_SLOTS, group_choices, sum_choices
@@ -22,23 +23,18 @@ from .linear import PackedWeights
 from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 
 CHUNK = 64  # columns: x is filled up to a multiple
-MOST = (256, 192, 128, 96, 64, 32)  # tokens of a tile: widths of the tensor cores' products
-NARROW = 96  # of experts, up to which two blocks share a processor
-FEW, FEW_ROWS = 32, 512  # of experts, up to which another kernel takes them (cuda/packed_few.cuh), and that one's rows
-BLOCK_ROWS, MAX_MATRICES = 128, 384  # these as in cuda/packed_gemm.cuh
+MOST = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens of a tile: widths of the tensor cores' products
+BLOCK_ROWS, MAX_MATRICES = 256, 384  # these as in cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
-# Parts along K: a step of 1,024 tokens is 16 tiles of 64, which with 8 rows of tiles or of their parts makes 128 for an H200's 132
-# processors; a part of less than 1,024 columns (5 us with 64 tokens) would not be worth its end (2.7 us for two, docs/measurements.md).
-_SPREAD, _PART_COLUMNS = 8, 1024
-# Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns of 128 rows, by the tile's
-# width; of experts where two blocks share a processor, half of what both take; of the kernel for few tokens, a quarter of its 512 rows'. Of
-# storing, a token. Of the end of a part, predicted and within 10 % of two measured ones: its sums go to L2 at 32 bytes a cycle; behind a
-# fence and a counter, the last block gets those of all parts at 46.
-_CHUNK_CYCLES = {32: 540, 64: 650, 96: 830, 128: 1070, 192: 1140, 256: 1310}
-_PAIR_CYCLES = {32: 450, 64: 570, 96: 715}
-_FEW_CYCLES = {8: 255, 16: 270, 24: 320, 32: 380}
-_STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 14, 16, 11, 2000
+# Parts along K are those with which a step of 1,024 tokens takes the least time on an H200, which has 132 processors. A part has 512
+# columns or more, and there are at most 2 parts for each processor, so that their sums take at most 34 MB.
+_PART_BLOCKS, _PART_COLUMNS, _MOST_PARTS = 132, 512, 8
+# Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns of 256 rows, by the product's
+# width. Of storing, a token. Of the end of a part: its sums go to L2; behind a fence and a counter, the last block gets those of all.
+_CHUNK_CYCLES = {8: 460, 16: 490, 24: 540, 32: 580, 48: 650, 64: 740, 80: 840, 96: 930, 112: 1060, 128: 1170}
+_STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 28, 32, 22, 2000
+_SPREAD = (-2, -1, 0, 1, 2, 3)  # standard deviations from the mean number of an expert's tokens, if each token chose at random
 _COUNTERS = 1024  # at least, so that nearly all products share one set
 
 _ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "partial": WORK,
@@ -62,7 +58,7 @@ class Arranged(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a product is cut: tiles of up to `most` tokens (by 128 packed rows), each in `parts` along K."""
+    """How a product is cut: tiles of up to `most` tokens (by 256 packed rows), each in `parts` along K."""
 
     most: int
     parts: int
@@ -112,42 +108,45 @@ def arrange(x: torch.Tensor, short_order: bool, source: torch.Tensor | None = No
     return Arranged(out, K, short_order)
 
 
+@functools.cache
 def parts_of(across: int, columns: int) -> int:
-    """Into how many parts the columns of a weight of `across` times 128 rows are cut. By the weight alone: it is the order of additions,
-    and a token's result shall not depend on the others of its step."""
-    return max(1, min(_SPREAD // across, columns // _PART_COLUMNS))
+    """Into how many parts the columns of a weight of `across` times 256 rows are cut for a step of up to PROMPT_TOKENS tokens. By the
+    weight alone: it is the order of additions, and a token's result shall not depend on the others of its step."""
+    most_parts = min(_MOST_PARTS, columns // _PART_COLUMNS, 2 * _PART_BLOCKS // (across * -(-PROMPT_TOKENS // max(MOST))))
+    return min(range(1, max(1, most_parts) + 1),
+               key=lambda parts: min(_busiest(PROMPT_TOKENS, across, columns, None, _PART_BLOCKS, Cut(most, parts)) for most in MOST))
 
 
-def _width(tokens: int, most: int, few: bool) -> int:
-    """Columns of the tensor cores' product for a tile of so many tokens of at most `most` (cuda/packed_gemm.cuh)."""
-    if most > 128:
-        return 128 if tokens <= 128 else 192 if tokens <= 192 else 256
-    return -(-tokens // 8) * 8 if few else -(-tokens // 32) * 32
+def _width(tokens: int) -> int:
+    """Columns of the tensor cores' product for so many tokens (cuda/packed_gemm.cuh)."""
+    return -(-tokens // 8) * 8 if tokens <= 32 else -(-tokens // 16) * 16
 
 
-def _cycles(width: int, columns: int, parts: int, chunk: float) -> float:
-    """A block's time for one part of a tile of 128 rows, of the last one to arrive; `chunk`: of 64 columns."""
+def _cycles(width: int, columns: int, parts: int) -> float:
+    """A block's time for one part of a tile of 256 rows, of the last one to arrive."""
     end = _STORE_CYCLES + (_LEAVE_CYCLES + _ADD_CYCLES * parts if parts > 1 else 0)
-    return -(-columns // CHUNK) / parts * chunk + end * width + _ARRIVE_CYCLES * (parts > 1)
+    return -(-columns // CHUNK) / parts * _CHUNK_CYCLES[width] + end * width + _ARRIVE_CYCLES * (parts > 1)
+
+
+def _busiest(tokens: int, across: int, columns: int, experts: int | None, blocks: int, cut: Cut) -> float:
+    """What the busiest of the processors has to do, in cycles."""
+    counts, times = [tokens], []  # tokens of a matrix
+    if experts:
+        mean = tokens / experts
+        counts = [max(0, round(mean + z * mean**0.5)) for z in _SPREAD]
+    for count in counts:
+        whole, rest = divmod(count, cut.most)
+        times += [_cycles(_width(n), columns, cut.parts) for n in [cut.most] * whole + [rest] * (rest > 0)]
+    tiles = across * (experts or 1) * cut.parts / len(counts)  # for each of these times
+    return max(sum(times) * tiles / blocks, max(times) * -(-len(times) * tiles // blocks)) if times else 0
 
 
 def cut(tokens: int, across: int, columns: int, experts: int | None, blocks: int) -> Cut:
-    """For `tokens` and a weight of `across` times 128 packed rows, or that many experts of so many rows each, which share the tokens evenly
-    and are not cut along K: the tiles for which the busiest of the processors (`blocks`) has the least to do."""
-    parts = 1 if experts else parts_of(across, columns)
-    mean = -(-tokens // (experts or 1))
-
-    def cost(most):
-        whole, rest = divmod(mean, most)
-        few = bool(experts) and most <= FEW
-        chunk = _FEW_CYCLES if few else _PAIR_CYCLES if experts and most <= NARROW else _CHUNK_CYCLES
-        widths = [_width(n, most, few) for n in [most] * whole + [rest] * (rest > 0)]
-        tall = FEW_ROWS // BLOCK_ROWS if few else 1
-        times = [tall * _cycles(width, columns, parts, chunk[width]) for width in widths]
-        tiles = -(-across // tall) * (experts or 1) * parts  # for each of these times
-        return max(sum(times) * tiles / blocks, max(times) * -(-len(times) * tiles // blocks)) if times else 0
-
-    return Cut(min(MOST, key=cost), parts)
+    """For `tokens` and a weight of `across` times 256 packed rows, or that many experts of so many rows each, which are not cut along K:
+    the tiles for which the busiest of the processors (`blocks`) has the least to do. No step has more than PROMPT_TOKENS; a product of
+    more has whole columns, as then there are tiles enough."""
+    parts = 1 if experts or tokens > PROMPT_TOKENS else parts_of(across, columns)
+    return min((Cut(most, parts) for most in MOST), key=lambda c: _busiest(tokens, across, columns, experts, blocks, c))
 
 
 def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1.0, factors=None, offsets=None, row_weights=None,
@@ -164,8 +163,7 @@ def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1
         counters = arrivals("packed_gemm", device, max(_COUNTERS, 1 << (tiles - 1).bit_length()))
     _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, partial=partial,
                  arrivals=counters, rows=rows, columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most,
-                 parts=parts, short_order=int(short_order), blocks=blocks * (2 if offsets is not None and FEW < most <= NARROW else 1),
-                 factor=factor, limit=limit)
+                 parts=parts, short_order=int(short_order), blocks=blocks, factor=factor, limit=limit)
 
 
 def linear(x: Arranged, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:

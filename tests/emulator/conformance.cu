@@ -23,8 +23,9 @@ extern "C" int conformance_mma(const uint32_t* a, const uint32_t* b, const float
     return cudaGetLastError();
 }
 
-// x: 64 rows of 8 16-bit values. Row order[i] goes to lane i. Out [6, 32, 4]: ldmatrix x4, x4.trans, x2, x2.trans (upper registers 0), and
-// what is in memory after stmatrix, and its .trans, of lane i's registers 4 i.. to row order[i] (as 32-bit words).
+// x: 64 rows of 8 16-bit values. Row order[i] goes to lane i. Out [7, 32, 4]: ldmatrix x4, x4.trans, x2, x2.trans (upper registers 0);
+// what is in memory after stmatrix, and its .trans, of lane i's registers 4 i.. to row order[i] (as 32-bit words); movmatrix.trans of what
+// ldmatrix x4 brought.
 __global__ void matrices(const uint4* x, const int* order, uint32_t* out) {
     DYN_SMEM(uint4, rows);
     grid_dependency_wait();
@@ -36,8 +37,9 @@ __global__ void matrices(const uint4* x, const int* order, uint32_t* out) {
     uint32_t* to = out + t * 4;
     ldmatrix_x4(four, row);
     for (int i = 0; i < 4; i++) to[i] = four[i];
-    ldmatrix_x4_trans(four, row);
-    for (int i = 0; i < 4; i++) to[128 + i] = four[i];
+    uint32_t turned[4];
+    ldmatrix_x4_trans(turned, row);
+    for (int i = 0; i < 4; i++) to[128 + i] = turned[i];
     ldmatrix_x2(two, row);
     for (int i = 0; i < 4; i++) to[256 + i] = i < 2 ? two[i] : 0;
     ldmatrix_x2_trans(two, row);
@@ -53,6 +55,7 @@ __global__ void matrices(const uint4* x, const int* order, uint32_t* out) {
     __syncwarp();
     const uint4 w = rows[order[t]];
     to[640] = w.x, to[641] = w.y, to[642] = w.z, to[643] = w.w;
+    for (int i = 0; i < 4; i++) to[768 + i] = movmatrix_trans(four[i]);
 }
 extern "C" int conformance_matrices(const void* x, const int* order, uint32_t* out, cudaStream_t stream) {
     LAUNCH(matrices, dim3(1), dim3(32), 1024, stream, static_cast<const uint4*>(x), order, out);

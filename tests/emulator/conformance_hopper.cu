@@ -159,12 +159,16 @@ template <int N> static cudaError_t launch_a(const uint32_t* a, const void* b, f
 }
 extern "C" int conformance_wgmma_a(const void* a, const void* b, float* out, int columns, cudaStream_t stream) {
     const uint32_t* rows = static_cast<const uint32_t*>(a);
+    if (columns == 8) return launch_a<8>(rows, b, out, stream);
+    if (columns == 16) return launch_a<16>(rows, b, out, stream);
+    if (columns == 24) return launch_a<24>(rows, b, out, stream);
     if (columns == 32) return launch_a<32>(rows, b, out, stream);
+    if (columns == 48) return launch_a<48>(rows, b, out, stream);
     if (columns == 64) return launch_a<64>(rows, b, out, stream);
+    if (columns == 80) return launch_a<80>(rows, b, out, stream);
     if (columns == 96) return launch_a<96>(rows, b, out, stream);
-    if (columns == 128) return launch_a<128>(rows, b, out, stream);
-    if (columns == 192) return launch_a<192>(rows, b, out, stream);
-    return launch_a<256>(rows, b, out, stream);
+    if (columns == 112) return launch_a<112>(rows, b, out, stream);
+    return launch_a<128>(rows, b, out, stream);
 }
 
 extern "C" int conformance_wgmma(const void* a, const void* b, float* out, int kind, int columns, int swizzle, cudaStream_t stream) {

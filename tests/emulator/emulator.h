@@ -411,6 +411,12 @@ __forceinline__ void stmatrix_x4_trans(void* row, const uint32_t (&r)[4], EMU_SI
     emu::stmatrix(row, {{r[0], r[1], r[2], r[3]}}, true, "stmatrix_x4_trans", file, line);
 }
 
+__forceinline__ uint32_t movmatrix_trans(uint32_t pair, EMU_SITE) {
+    const unsigned g = emu::lane() / 4, from = emu::lane() % 4 * 8 + g / 2, shift = g % 2 * 16;  // who has column g of row 2 q; + 4: of the next
+    const uint32_t low = emu::shuffle(~0u, pair, from, from, 32, "movmatrix_trans", file, line) >> shift & 0xffff;
+    return low | (emu::shuffle(~0u, pair, from + 4, from + 4, 32, "movmatrix_trans", file, line) >> shift & 0xffff) << 16;
+}
+
 __forceinline__ void cp_async_16(void* shared, const void* global) { emu::cp_async(shared, global, 16, true, "cp_async_16"); }
 __forceinline__ void cp_async_16(void* shared, const void* global, bool there) {
     emu::cp_async(shared, global, 16, there, "cp_async_16");
@@ -459,7 +465,7 @@ EMU_WGMMA(wgmma_f16, kF16)
 EMU_WGMMA(wgmma_e4m3, kE4m3)
 #undef EMU_WGMMA
 template <int n> __forceinline__ void wgmma_bf16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, EMU_SITE) {
-    static_assert(n % 16 == 0 && n <= 128 && n != 80 && n != 112, "32, 64, 96, 128, 192 or 256 columns");
+    static_assert(n % (n <= 16 ? 4 : 8) == 0 && n <= 64, "8, 16, 24, 32, 48, .. 128 columns");
     emu::Tile mine = {};
     for (int i = 0; i < n; i++) mine.d[i] = d[i];
     emu::wgmma(emu::Values::kBf16, 2 * n, mine, a, 0, b, "wgmma_bf16", file, line);

@@ -1,6 +1,5 @@
 // packed_gemm_fp8: packed_gemm.cuh with FP8 weights.
 #define PACKED_GEMM_KERNEL packed_gemm_fp8_kernel
-#define PACKED_FEW_KERNEL packed_gemm_fp8_few_kernel
 #include "packed_gemm.cuh"
 
 extern "C" int packed_gemm_fp8(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,

@@ -1,6 +1,5 @@
 // packed_gemm_nvfp4: packed_gemm.cuh with NVFP4 weights.
 #define PACKED_GEMM_KERNEL packed_gemm_nvfp4_kernel
-#define PACKED_FEW_KERNEL packed_gemm_nvfp4_few_kernel
 #include "packed_gemm.cuh"
 
 extern "C" int packed_gemm_nvfp4(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,

@@ -62,6 +62,12 @@ PTX_LDMATRIX_2(ldmatrix_x2_trans, ".trans")
 PTX_STMATRIX_4(stmatrix_x4, "")
 PTX_STMATRIX_4(stmatrix_x4_trans, ".trans")
 #undef PTX_STMATRIX_4
+// The transpose of a matrix of 8 x 8 16-bit values: lane 4 g + q gives those of row g and columns 2 q and 2 q + 1, and gets such.
+PTX_FN uint32_t movmatrix_trans(uint32_t pair) {
+    uint32_t r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+    return r;
+}
 
 // ---- Asynchronous copies of 16 bytes (past L1) or 4 by the thread itself. The bytes are there for this thread after cp_async_wait<N>():
 // all but the last N committed groups; for others after a barrier as well. Unless the source is `there`, it is not read, and zeros come.
@@ -166,29 +172,39 @@ PTX_WGMMA_32(wgmma_e4m3, "m64n32k32.f32.e4m3.e4m3", "1, 1")
 #undef PTX_WGMMA_32
 // The same with a's rows in registers: of its warp's 16 rows, what mma_bf16 has. The registers must stay as they are until the wait.
 #define PTX_O4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define PTX_O16(i) PTX_O4(i), PTX_O4(i + 4), PTX_O4(i + 8), PTX_O4(i + 12)
-#define PTX_S0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define PTX_S1 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define PTX_S2 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define PTX_S3 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define PTX_S4 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define PTX_S5 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define PTX_S6 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define PTX_S7 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define PTX_O8(i) PTX_O4(i), PTX_O4(i + 4)
+#define PTX_H0 "%0,%1,%2,%3"
+#define PTX_H1 ",%8,%9,%10,%11"
+#define PTX_S0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define PTX_S1 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define PTX_S2 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define PTX_S3 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define PTX_S4 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define PTX_S5 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define PTX_S6 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define PTX_S7 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define PTX_WGMMA_A(columns, sums, a0, a1, a2, a3, b0, ...)                                                                        \
     PTX_FN void wgmma_bf16(float (&d)[columns / 2], const uint32_t (&a)[4], uint64_t b) {                                         \
         asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns                         \
                      "k16.f32.bf16.bf16 {" sums "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b0 ", p, 1, 1, 0;\n}"              \
                      : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                         \
     }
-PTX_WGMMA_A(32, PTX_S0, 16, 17, 18, 19, 20, PTX_O16(0))
-PTX_WGMMA_A(64, PTX_S0 PTX_S1, 32, 33, 34, 35, 36, PTX_O16(0), PTX_O16(16))
-PTX_WGMMA_A(96, PTX_S0 PTX_S1 PTX_S2, 48, 49, 50, 51, 52, PTX_O16(0), PTX_O16(16), PTX_O16(32))
-PTX_WGMMA_A(128, PTX_S0 PTX_S1 PTX_S2 PTX_S3, 64, 65, 66, 67, 68, PTX_O16(0), PTX_O16(16), PTX_O16(32), PTX_O16(48))
-PTX_WGMMA_A(192, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5, 96, 97, 98, 99, 100,
-            PTX_O16(0), PTX_O16(16), PTX_O16(32), PTX_O16(48), PTX_O16(64), PTX_O16(80))
-PTX_WGMMA_A(256, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5 PTX_S6 PTX_S7, 128, 129, 130, 131, 132,
-            PTX_O16(0), PTX_O16(16), PTX_O16(32), PTX_O16(48), PTX_O16(64), PTX_O16(80), PTX_O16(96), PTX_O16(112))
+PTX_WGMMA_A(8, PTX_H0, 4, 5, 6, 7, 8, PTX_O4(0))
+PTX_WGMMA_A(16, PTX_S0, 8, 9, 10, 11, 12, PTX_O8(0))
+PTX_WGMMA_A(24, PTX_S0 PTX_H1, 12, 13, 14, 15, 16, PTX_O8(0), PTX_O4(8))
+PTX_WGMMA_A(32, PTX_S0 PTX_S1, 16, 17, 18, 19, 20, PTX_O8(0), PTX_O8(8))
+PTX_WGMMA_A(48, PTX_S0 PTX_S1 PTX_S2, 24, 25, 26, 27, 28, PTX_O8(0), PTX_O8(8), PTX_O8(16))
+PTX_WGMMA_A(64, PTX_S0 PTX_S1 PTX_S2 PTX_S3, 32, 33, 34, 35, 36, PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24))
+PTX_WGMMA_A(80, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4, 40, 41, 42, 43, 44, PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32))
+PTX_WGMMA_A(96, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5, 48, 49, 50, 51, 52,
+            PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32), PTX_O8(40))
+PTX_WGMMA_A(112, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5 PTX_S6, 56, 57, 58, 59, 60,
+            PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32), PTX_O8(40), PTX_O8(48))
+PTX_WGMMA_A(128, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5 PTX_S6 PTX_S7, 64, 65, 66, 67, 68,
+            PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32), PTX_O8(40), PTX_O8(48), PTX_O8(56))
+#undef PTX_H0
+#undef PTX_H1
+#undef PTX_O8
 #undef PTX_S0
 #undef PTX_S1
 #undef PTX_S2
@@ -198,7 +214,6 @@ PTX_WGMMA_A(256, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5 PTX_S6 PTX_S7, 128, 1
 #undef PTX_S6
 #undef PTX_S7
 #undef PTX_O4
-#undef PTX_O16
 #undef PTX_WGMMA_A
 // The registers that each thread of this warpgroup may have from here on; what others give up (_less) is what these take (_more).
 template <int N> PTX_FN void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
