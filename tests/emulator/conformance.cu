@@ -130,9 +130,9 @@ extern "C" int conformance_copies(const void* x, void* out, cudaStream_t stream)
     return cudaGetLastError();
 }
 
-// i runs over all 16-bit patterns. packed [9, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i,
+// i runs over all 16-bit patterns. packed [10, n]: words of a x b, a x b + c in bf16 pairs, a x b in f16 pairs, the f16 pair of e4m3 pair i,
 // bf16 pair of the floats x[i] and y[i], byte_perm of a and b by c, f16 pair of the floats, bits of a and b selected by c, a rotated by
-// i % 32. small [n]: to_e4m3(x[i]); floats [3, n]:
+// i % 32, the larger magnitudes of a and b in bf16 pairs without their signs. small [n]: to_e4m3(x[i]); floats [3, n]:
 // from_e4m3(i), bf16_lo(a), bf16_hi(a).
 __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t* c, const float* x, const float* y, uint32_t* packed,
                             uint8_t* small, float* floats, int n) {
@@ -148,6 +148,7 @@ __global__ void conversions(const uint32_t* a, const uint32_t* b, const uint32_t
     packed[6 * n + i] = pack_f16(opaque(x)[made_here(i)], y[i]);
     packed[7 * n + i] = select_bits(a[i], b[i], c[i]);
     packed[8 * n + i] = rotate_left(a[i], i % 32);
+    packed[9 * n + i] = max_magnitudes_bf16x2(a[i], b[i]) & 0x7fff7fff;
     small[i] = to_e4m3(x[i]);
     floats[i] = from_e4m3(uint8_t(i));
     floats[n + i] = bf16_lo(a[i]);
@@ -203,7 +204,7 @@ extern "C" int conformance_cluster(const int* x, int* out, cudaStream_t stream) 
     return cudaGetLastError();
 }
 
-// Arithmetic and bits: x [n] floats, k [n] -> out [16, n].
+// Arithmetic and bits: x [n] floats, k [n] -> out [17, n].
 __global__ void scalars(const float* x, const int* k, int* out, int n) {
     grid_dependency_wait();
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
@@ -217,6 +218,7 @@ __global__ void scalars(const float* x, const int* k, int* out, int n) {
         put(__float_as_int(__fmaf_rn(v, v, 1.0f))), put(__float_as_int(__int2float_rn(a)));
         put(__float_as_int(__fsqrt_rn(fabsf(v)))), put(__float_as_int(__fdiv_rn(1.0f, v))), put(min(a, 7) + max(a, -7));
         put(__float_as_int(max_nan(v, __int_as_float(a)))), put(__float_as_int(reciprocal(v)));
+        put(__float_as_int(min_nan(v, __int_as_float(a))));
     }
 }
 extern "C" int conformance_scalars(const float* x, const int* k, int* out, int n, cudaStream_t stream) {

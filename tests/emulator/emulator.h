@@ -578,6 +578,12 @@ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {  // a product of tw
     return emu::both_halves(
         [=](int i) { return emu::float_to_half(emu::half_to_float(uint16_t(a >> i)) * emu::half_to_float(uint16_t(b >> i))); });
 }
+__forceinline__ uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b) {
+    return emu::both_halves([=](int i) {
+        const uint16_t x = a >> i & 0x7fff, y = b >> i & 0x7fff, larger = x > y ? x : y;
+        return larger > 0x7f80 ? uint16_t(0x7fff) : uint16_t(larger | ((a ^ b) >> i & 0x8000));
+    });
+}
 __forceinline__ uint8_t to_e4m3(float x) { return emu::float_to_e4m3(x); }
 __forceinline__ float from_e4m3(uint8_t x) { return emu::e4m3_to_float(x); }
 __forceinline__ uint32_t e4m3x2_to_f16x2(uint16_t pair) {
@@ -587,7 +593,11 @@ template <class T> __forceinline__ T* opaque(T* x) { return x; }
 __forceinline__ int made_here(int x) { return x; }
 __forceinline__ float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 __forceinline__ float2 fma_f32x2(float2 a, float2 b, float2 c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
-__forceinline__ float reciprocal(float x) { return 1.0f / x; }
+__forceinline__ float min_nan(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+__forceinline__ float reciprocal(float x) {  // of subnormal numbers, and subnormal ones, as of zero and zero
+    const float r = 1.0f / (fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x);
+    return fabsf(r) < 0x1p-126f ? copysignf(0.0f, r) : r;
+}
 __forceinline__ uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask) | (b & ~mask); }
 __forceinline__ uint32_t rotate_left(uint32_t x, unsigned bits) { return x << bits % 32 | x >> (32 - bits) % 32; }

@@ -133,7 +133,7 @@ def test_conversions_and_packed_arithmetic(rng, place):
     near = patterns.to(torch.int32) << 16  # bf16 values, and the floats around the middle between two
     x = (near | torch.tensor([0, 0x7fff, 0x8000, 0x8001])[torch.randint(4, (n,), generator=rng)]).to(torch.int32).view(torch.float32)
     y = (torch.randn(n, generator=rng) * torch.exp2(torch.randint(-14, 11, (n,), generator=rng)))
-    packed, small, floats = torch.empty(9, n, dtype=torch.int32), torch.empty(n, dtype=torch.uint8), torch.empty(3, n)
+    packed, small, floats = torch.empty(10, n, dtype=torch.int32), torch.empty(n, dtype=torch.uint8), torch.empty(3, n)
     run(place, "conversions", a=a, b=b, c=c, x=x, y=y, packed=packed, small=small, floats=floats, n=n)
 
     def bf16(words):
@@ -158,6 +158,8 @@ def test_conversions_and_packed_arithmetic(rng, place):
     assert torch.equal(packed[7], (a & c) | (b & ~c))
     turned = (a.long() & 0xffffffff) << patterns % 32
     assert torch.equal(packed[8].long() & 0xffffffff, (turned | turned >> 32) & 0xffffffff)
+    magnitudes = torch.maximum(halves(a) & 0x7fff, halves(b) & 0x7fff)
+    assert torch.equal(one_nan(halves(packed[9]), torch.bfloat16), one_nan(magnitudes, torch.bfloat16))
     saturated = x.clamp(-448, 448).to(torch.float8_e4m3fn)  # torch's own conversion does not saturate
     assert torch.equal(torch.where(x.isnan(), 0x7f, small.long() & 0xff), torch.where(x.isnan(), 0x7f, saturated.view(torch.uint8).long()))
     assert ((small & 127) == 127)[x.isnan()].all()
@@ -243,10 +245,10 @@ def test_arrivals(rng, place):
 def test_arithmetic_and_bits(rng, place):
     n = 512
     x = torch.randn(n, generator=rng) * torch.exp2(torch.randint(-30, 40, (n,), generator=rng))
-    x[:8] = torch.tensor([0.0, -0.0, 0.5, 1.5, -2.5, float("inf"), float("-inf"), float("nan")])
+    x[:11] = torch.tensor([0.0, -0.0, 0.5, 1.5, -2.5, float("inf"), float("-inf"), float("nan"), 2.0**-127, 2.0**127, -2.0**126])
     k = torch.randint(-2**31, 2**31, (n,), generator=rng).to(torch.int32) >> torch.randint(32, (n,), generator=rng).to(torch.int32)
     k[:2] = torch.tensor([0, -2**31])
-    out = torch.empty(16, n, dtype=torch.int32)
+    out = torch.empty(17, n, dtype=torch.int32)
     run(place, "scalars", x=x, k=k, out=out, n=n)
     unsigned = [int(u) for u in k.long() % 2**32]
     text = [f"{u:032b}" for u in unsigned]
@@ -270,7 +272,11 @@ def test_arithmetic_and_bits(rng, place):
             assert torch.equal(one_nan32(out[row]), one_nan32(w.view(torch.int32))), row
         else:
             assert torch.equal(out[row], w.to(torch.int32)), row
-    torch.testing.assert_close(out[15].view(torch.float32).double(), 1 / wide, rtol=2.0**-23, atol=0, equal_nan=True)
+    inverse = 1 / torch.where(x.abs() < 2.0**-126, 0 * wide, wide)  # subnormal numbers, and subnormal results, are zero
+    inverse = torch.where(inverse.abs() < 2.0**-126, 0, inverse)
+    torch.testing.assert_close(out[15].view(torch.float32).double(), inverse, rtol=2.0**-23, atol=0, equal_nan=True)
+    smallest = torch.where(x.isnan() | other.isnan(), float("nan"), torch.minimum(x, other))
+    assert torch.equal(one_nan32(out[16]), one_nan32(smallest.view(torch.int32)))
 
 
 def one_nan32(bits):

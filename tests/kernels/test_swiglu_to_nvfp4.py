@@ -73,6 +73,25 @@ def test_bit_for_bit_where_silu_is_sure(rng, swizzled, dtype):
     packed.assert_same_nvfp4(run(h, weights, swizzled=swizzled), swiglu_to_nvfp4_ref(h, weights, LIMIT, swizzled))
 
 
+@DTYPES
+def test_gates_far_below_zero_leave_zeros_with_their_sign(rng, dtype):
+    """From exp(-gate) = infinity on silu is -0, and so it is for gates whose product with a tiny reciprocal would not be tiny."""
+    gate, up = torch.full((4, 64), -200.0), torch.randn(4, 64, generator=rng)
+    gate[1], gate[2], gate[3, ::16] = -3e38, -1e30, LIMIT
+    h = interleaved(gate.to(dtype), up.to(dtype))
+    got = run(h)
+    packed.assert_same_nvfp4(got, swiglu_to_nvfp4_ref(h, None, LIMIT))
+    signs = torch.stack((got.values[3] >> 3 & 1, got.values[3] >> 7), -1).flatten()
+    assert torch.equal(signs.bool(), (up[3] > 0) ^ (gate[3] > 0)) and (got.scales[:3] == 0).all()
+
+
+@pytest.mark.parametrize("limit", [1e-12, 2e12])
+def test_limits_whose_scales_are_not_usual(rng, limit):
+    gate, up = torch.rand(5, 64, generator=rng).round() * 2 * limit, torch.randn(5, 64, generator=rng) * limit
+    h = interleaved(gate, up * torch.exp2(-torch.arange(64) // 16 * 2.0))
+    packed.assert_same_nvfp4(run(h, limit=limit), swiglu_to_nvfp4_ref(h, None, limit))
+
+
 def test_extremes_of_size(rng):
     """Rows at the bound, rows far below it: scales through e4m3's exponents, subnormal ones, and zero."""
     gate, up = random_halves(rng, 24, 64)

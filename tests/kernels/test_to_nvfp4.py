@@ -101,36 +101,61 @@ def test_ties_of_the_scales(rng):
     check(scale_ties(rng, 300))
 
 
-def test_the_division_is_exact_for_every_scale(rng, tmp_path):
-    """The sources' own quotient and code, compiled by g++: for a 16th of the 2^23 scales in [1, 2), another one in each run, and all that
-    are within 4,096 steps of 1, 1.5 and 2, times each boundary, and the seven values around that: the code is the rounded quotient's."""
-    (tmp_path / "quotients.cpp").write_text("""
-        #include <cstdio>
-        #include <cstdlib>
-        #include <cstring>
-        #include "nvfp4.cuh"
-        int main(int, char** arguments) {
-            const float boundaries[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
-            const unsigned start = atoi(arguments[1]), end = 1u << 23, near = 4096;
-            long cases = 0, wrong = 0;
-            for (unsigned m = 0; m < end; m++) {
-                if (m % 16 != start && m > near && (m < end / 2 - near || m > end / 2 + near) && m < end - near) continue;
-                const float scale = __uint_as_float(0x3f800000u + m), one_over = 1.0f / scale;
-                for (float boundary : boundaries)
-                    for (int step = -3; step <= 3; step++) {
-                        const float a = __uint_as_float(__float_as_uint(scale * boundary) + step);
-                        cases++, wrong += biased_code(quotient(a, scale, one_over)) != biased_code(a / scale);
-                    }
+# In what follows a reciprocal may be any of three: the GPU's instruction is right within a unit in the last place.
+ARITHMETIC = r"""
+#include <cstdio>
+#include <cstdlib>
+#include "nvfp4.cuh"
+static float at(unsigned bits) { return __uint_as_float(bits); }
+static float stepped(float x, int steps) { return at(__float_as_uint(x) + steps); }
+static unsigned code(float q) { return (q > 0.25f) + (q >= 0.75f) + (q > 1.25f) + (q >= 1.75f) + (q > 2.5f) + (q >= 3.5f) + (q > 5.0f); }
+int main(int, char** arguments) {
+    const unsigned start = atoi(arguments[1]), step = atoi(arguments[2]), end = 1u << 23, near = 4096;
+    const float boundaries[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f}, divisors[] = {6.0f, 2688.0f};
+    long cases[4] = {}, wrong[4] = {};
+    for (unsigned m = 0; m < end; m++) {
+        if (m % step != start && m > near && (m < end / 2 - near || m > end / 2 + near) && m < end - near) continue;
+        const float b = at(0x3f800000u + m);
+        for (float divisor : divisors) cases[0]++, wrong[0] += quotient(b, divisor, 1.0f / divisor) != b / divisor;
+        for (int unit = -1; unit <= 1; unit++) {
+            const Divisor by = divisor(b, stepped(1.0f / b, unit));
+            for (float boundary : boundaries)
+                for (int i = -3; i <= 3; i++) {
+                    const float a = stepped(b * boundary, i);
+                    cases[1]++, wrong[1] += biased_code(by.divide(a)) != kCodeBias + code(a / b);
+                    if (!unit) wrong[1] += code(quotient(a, b, 1.0f / b)) != code(a / b);  // as a product's epilogue has it
+                }
+            for (int k = 0; k < 16; k++)  // between e4m3's numbers: those of one exponent, and the subnormal ones
+                for (int i = -3; i <= 3; i++) {
+                    const float middle = k < 8 ? 1.0625f + 0.125f * k : (k - 7.5f) * 0x1p-9f, a = stepped(b * middle, i);
+                    const float q = by.divide(a), want = a / b;
+                    cases[2]++, wrong[2] += (q < middle) != (want < middle) || (q > middle) != (want > middle);
+                }
+        }
+    }
+    for (unsigned exponent = 0; exponent < 130; exponent++)  // all of up to 12 bits of mantissa, with the numbers next to them
+        for (unsigned m = 0; m < 1u << 12; m++)
+            for (int i = -2; i <= 2; i++) {
+                const unsigned bits = (exponent << 23) + (m << 11) + i;
+                if (bits > 0x41400000u) continue;  // 12
+                cases[3]++, wrong[3] += biased_code(at(bits)) != kCodeBias + code(at(bits));
             }
-            printf("%ld of %ld", wrong, cases);
-        }""")
+    for (int i = 0; i < 4; i++) printf("%ld of %ld\n", wrong[i], cases[i]);
+}"""
+
+
+def test_the_arithmetic_for_every_scale(rng, tmp_path):
+    """The sources' own quotients and codes, compiled by g++. For a 16th of the 2^23 mantissas, another one in each run, and all that are
+    within 4,096 steps of 1, 1.5 and 2: a 6th and a 2,688th to the last bit; as a scale, times each boundary of e2m1 and of e4m3 and the
+    seven numbers around that, the codes of the rounded quotient. Then codes of quotients with any exponent and next to any 12 bits."""
+    (tmp_path / "arithmetic.cpp").write_text(ARITHMETIC)
     folders = [f"-I{Path(emulator.__file__).parent}", f"-I{build.SOURCES}"]
-    subprocess.run(["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-psabi", *folders, "-include",
-                    "emulator.h", "-o", "quotients", "quotients.cpp"], cwd=tmp_path, check=True)
+    subprocess.run(["g++", "-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-psabi", *folders,
+                    "-include", "emulator.h", "-o", "arithmetic", "arithmetic.cpp"], cwd=tmp_path, check=True)
     start = int(torch.randint(16, (), generator=rng))
-    done = subprocess.run([tmp_path / "quotients", str(start)], capture_output=True, text=True, check=True)
-    wrong, cases = done.stdout.split(" of ")
-    assert wrong == "0" and int(cases) > 2**23 / 16 * 49
+    done = subprocess.run([tmp_path / "arithmetic", str(start), "16"], capture_output=True, text=True, check=True)
+    wrong, cases = zip(*(map(int, line.split(" of ")) for line in done.stdout.splitlines()), strict=True)
+    assert wrong == (0, 0, 0, 0) and cases[1] > 2**23 / 16 * 3 * 49 and cases[3] > 2**21, done.stdout
 
 
 @ORDERS
@@ -156,6 +181,31 @@ def test_extremes(rng, swizzled):
     assert got.row_scales[:2].tolist() == [1.0, 1.0] and (scales[:2] == 0).all()
     assert ((scales[9] < 8) & (scales[9] > 0)).any() and (scales[9] == 0).any()
     check(x.bfloat16(), swizzled)
+
+
+@DTYPES
+def test_rows_at_both_ends_of_the_usual_ones(rng, dtype):
+    """Amax 2^-50 and 2^60, between which quotients are products, with what is next to them; blocks go down to scales of zero."""
+    x = torch.randn(6, 256, generator=rng).clamp(-3, 3) / 4 * torch.exp2(-(torch.arange(256) // 16 * 1.5))
+    for row, end in enumerate((2.0**-50, 2.0**60)):
+        ends = torch.full((3,), end, dtype=dtype)
+        ends[0], ends[2] = torch.nextafter(ends[:1], torch.zeros(1, dtype=dtype)), torch.nextafter(ends[:1], ends[:1] * 2)
+        x[3 * row : 3 * row + 3] *= end
+        x[3 * row : 3 * row + 3, 0] = ends.float()
+    got = check(x.to(dtype))
+    assert (got.scales[:, 0] == 0x7E).all() and (got.scales[:, -1] == 0).all()
+
+
+@DTYPES
+def test_blocks_beyond_six_of_their_scale(rng, dtype):
+    """Subnormal scales are coarse: a block's amax may be 9 times its scale. Row scale 1, amax / 6 around each number and each tie there."""
+    amax = 6 * 2.0**-9 * torch.arange(0.5, 9, 0.125)
+    amax = torch.stack((amax, amax * (1 - 2.0**-8), amax * (1 + 2.0**-7))).flatten()
+    blocks = (torch.rand(len(amax), 16, generator=rng) * 2 - 1) * amax[:, None]
+    blocks[:, 7] = -amax
+    x = torch.cat((torch.full((1, 16), 2688.0), blocks)).flatten()[None]
+    got = check(x.to(dtype))
+    assert got.row_scales.item() == 1 and set(range(10)) <= set(got.scales.flatten().tolist())
 
 
 @ORDERS

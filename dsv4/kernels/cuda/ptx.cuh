@@ -427,6 +427,11 @@ PTX_FN uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
+PTX_FN uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b) {  // NaN if either is NaN; the sign bits are of no meaning
+    uint32_t r;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 PTX_FN uint8_t to_e4m3(float x) {  // beyond the largest: +-448; NaN stays NaN
     uint16_t r;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(x));
@@ -445,8 +450,9 @@ PTX_FN int made_here(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-// The larger one, NaN if either is NaN (fmaxf gives the other).
+// The larger one and the smaller one, NaN if either is NaN (fmaxf and fminf give the other).
 PTX_FN float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+PTX_FN float min_nan(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 // 1 / x within 1 unit in the last place, one instruction; subnormal numbers count as zero.
 PTX_FN float reciprocal(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 // Byte i of the result is byte (selector >> 4 i) & 7 of b:a (a has bytes 0 to 3).

@@ -2,8 +2,9 @@
 // one pass.
 //
 // A block has a row and keeps it in registers, first x and then y. Two barriers: the sum of squares, y's amax. 4.5625 bytes a value (read
-// 2, write 2.5625): 16,384 x 7,168 are 536 MB and 125 us at the H200's 4.3 TB/s; its instructions, by an estimate of 35 a value, take as
-// long. to_nvfp4 behind a norm of its own would read y again, 55 us. Not measured.
+// 2, write 2.5625): 4,096 x 7,168 are 134 MB and 31 us at the H200's 4.3 TB/s. sm_90a's SASS has 24 instructions a value in two chunks, 9.5
+// of them the ALUs': 24 and 19 us. Four such blocks of 224 threads and 64 registers share an SM, and the weights' 4 bytes a value come from
+// its L1. By count, not measured; before, with y rounded value by value (F2F, a quarter of the ALUs' rate or less), it took 56 us.
 #include "nvfp4.cuh"
 
 template <int kChunks>
@@ -16,44 +17,37 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_to_nvfp4_kernel(const __
     const int64_t token = blockIdx.x;
     const Nvfp4Row row = nvfp4_row(values, scales, token, groups, swizzled);
     if (token >= tokens) return store_no_scales(row, groups);
-    const int64_t first = token * groups * 16;
-    Values<__nv_bfloat16> kept[kChunks];
-    float v[kLaneValues], w[kLaneValues], sum = 0.0f;
-    unsigned top = 0;
+    Group<__nv_bfloat16> kept[kChunks];
+    unsigned tops[kChunks], top = 0;
+    float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
-        const int column = (c * blockDim.x + threadIdx.x) * kLaneValues;
-        kept[c].clear();
-        if (column < groups * 16) kept[c].pack = *reinterpret_cast<const Pack<__nv_bfloat16, kLaneValues>*>(x + first + column);
+        const int group = c * blockDim.x + threadIdx.x;
+        if (group < groups) kept[c].load(x + (token * groups + group) * kGroup);
     }
 #pragma unroll
-    for (int c = 0; c < kChunks; c++) {
-        kept[c].get(v);
+    for (int c = 0; c < kChunks; c++)
 #pragma unroll
-        for (int i = 0; i < kLaneValues; i++) sum += v[i] * v[i];
-    }
+        for (int i = 0; i < kGroup; i++) sum += kept[c].value(i) * kept[c].value(i);
     // 1 / sqrt in two roundings as on the CPU, and not rsqrtf: once a row it costs nothing.
-    const float factor = 1.0f / sqrtf(block_sum(sum, partial) / (groups * 16) + eps);
+    const float factor = 1.0f / sqrtf(block_sum(sum, partial) / (groups * kGroup) + eps);
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
-        const int column = (c * blockDim.x + threadIdx.x) * kLaneValues;
-        if (column >= groups * 16) continue;
-        kept[c].get(v);
-        load(w, weight + column);
+        const int group = c * blockDim.x + threadIdx.x;
+        if (group < groups) {
+            float w[kGroup];
+            load(w, weight + group * kGroup);
 #pragma unroll
-        for (int i = 0; i < kLaneValues; i++) v[i] = v[i] * factor * w[i];
-        kept[c].set(v);
-        *reinterpret_cast<Pack<__nv_bfloat16, kLaneValues>*>(y + first + column) = kept[c].pack;
-        kept[c].get(v);  // rounded
-        top = max(top, largest_bits(v));
+            for (int i = 0; i < kGroup; i += 2)
+                kept[c].pairs[i / 2] = pack_bf16(kept[c].value(i) * factor * w[i], kept[c].value(i + 1) * factor * w[i + 1]);
+            kept[c].store(y + (token * groups + group) * kGroup);
+        }
+        top = max(top, tops[c] = kept[c].largest());
     }
-    const float scale = nvfp4_row_scale(block_max(top, reinterpret_cast<unsigned*>(partial + 32)));
-    if (threadIdx.x == 0) row_scales[token] = scale;
+    const RowScale scale = nvfp4_row_scale(block_max(top, reinterpret_cast<unsigned*>(partial + 32)));
+    if (threadIdx.x == 0) row_scales[token] = scale.scale.value;
 #pragma unroll
-    for (int c = 0; c < kChunks; c++) {
-        kept[c].get(v);
-        store_nvfp4(v, scale, row, (c * blockDim.x + threadIdx.x) * kLaneValues, groups);
-    }
+    for (int c = 0; c < kChunks; c++) store_nvfp4(kept[c], tops[c], scale, row, c * blockDim.x + threadIdx.x, groups);
 }
 
 // x and y [tokens, columns] bf16, weight [columns] fp32; the rest as in to_nvfp4.
@@ -62,11 +56,11 @@ extern "C" int rms_norm_to_nvfp4(const void* x, const float* weight, void* y, ui
     const auto* in = static_cast<const __nv_bfloat16*>(x);
     auto* out = static_cast<__nv_bfloat16*>(y);
     const bool aligned = rows_aligned(in, columns) && rows_aligned(out, columns) && rows_aligned(weight, columns);
-    if (!aligned || columns % 16) return cudaErrorInvalidValue;
-    return with_chunks(columns, [=](auto chunks, dim3 threads) {
+    if (!aligned || columns % kGroup) return cudaErrorInvalidValue;
+    return with_chunks(columns / kGroup, [=](auto chunks, dim3 threads) {
         auto kernel = rms_norm_to_nvfp4_kernel<decltype(chunks)::value>;
         LAUNCH(kernel, dim3(nvfp4_blocks(tokens, swizzled)), threads, 64 * sizeof(float), stream, in, weight, out, values, scales,
-               row_scales, tokens, columns / 16, eps, swizzled != 0);
+               row_scales, tokens, columns / kGroup, eps, swizzled != 0);
         return cudaGetLastError();
     });
 }
