@@ -195,7 +195,7 @@ def test_the_chosen_tile_of_experts_is_among_the_fastest(name):
 def test_how_many_parts():
     """By the weight alone, up to a step's 1,024 tokens; few rows have more of them, and none is short."""
     assert [prompts.parts_of(across, 7168) for across in (1, 2, 4, 6, 12, 24, 512)] == [4, 4, 3, 2, 1, 1, 1]
-    assert [prompts.parts_of(1, columns) for columns in (64, 1023, 1024, 1536, 2047, 2048, 16384)] == [1, 1, 2, 3, 3, 4, 8]
+    assert [prompts.parts_of(1, columns) for columns in (64, 1023, 1024, 1536, 2047, 2048, 16384)] == [1, 1, 2, 2, 2, 4, 6]
     assert {prompts.cut(tokens, 2, 7168, None, 132).parts for tokens in (9, 100, 1024)} == {4}
     assert prompts.cut(1025, 2, 7168, None, 132).parts == 1
     assert prompts.cut(1024, 2, 7168, 1, 132).parts == 1  # experts, however few
