@@ -17,6 +17,11 @@ cluster: blocks one below the other need the same w, so each loads a part of it 
 stage is empty when the warpgroups of all of them are done with it.
 split: few tiles and a long K leave the GPU idle, so a cluster divides K; then every block adds up the partial sums of its share of the
 rows, in the order of K, so that the result does not depend on who was first.
+
+A kernel starts before the one before it has ended (LAUNCH in ../cuda/common.cuh says the rule), with barriers, descriptors and the first
+w, which no kernel writes. Only the loader calls griddepcontrol_wait: it does so before it asks for x and x_scale, and nobody else touches
+what other kernels write or read before a stage is full, which it is when x has come; with `split`, all threads meet behind that. So each
+block has waited before it writes, and when it ends, all kernels before it have ended too.
 """
 
 import cuda.bindings.driver as cuda
@@ -81,7 +86,7 @@ class Gemm(Persistent):
         grid = tiles * tile.split if const_expr(tile.split > 1) else cutlass.min(tiles, processors // tile.cluster * tile.cluster)
         self.kernel(load_x, x, load_w, w, load_x_scale, x_scale, w_scale, store_out, stored, out, x_stages, w_stages, out_buffers).launch(
             grid=[grid, 1, 1], block=[self.threads, 1, 1], cluster=[self.blocks, 1, 1] if const_expr(self.blocks > 1) else None,
-            min_blocks_per_mp=1, stream=stream)
+            min_blocks_per_mp=1, stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, load_x: cute.CopyAtom, x: cute.Tensor, load_w: cute.CopyAtom, w: cute.Tensor, load_x_scale: cute.CopyAtom | None,
@@ -183,7 +188,8 @@ class Gemm(Persistent):
     def load(self, load_x: cute.CopyAtom, x: cute.Tensor, load_w: cute.CopyAtom, w: cute.Tensor, load_x_scale, x_scale, s_x: cute.Tensor,
              s_w: cute.Tensor, s_scale, full: cute.Pointer, empty: cute.Pointer, rank: Int32, first_k: Int32, k_tiles: Int32,
              rows_down: Int32, per_batch: Int32, first: Int32, step: Int32, last: Int32):
-        """The loader's one warp: every stage of every tile of this block, as soon as there is room."""
+        """The loader's one warp: every stage of every tile of this block, as soon as there is room; into the empty ring w, then, when the
+        kernels before this one have ended, x."""
         tile = self.tile
         alone, together = cute.make_layout(1), cute.make_layout(tile.cluster)
         g_x = cute.local_tile(x, (tile.rows, tile.depth), (None, None, None))
@@ -196,21 +202,37 @@ class Gemm(Persistent):
             g_scale = cute.local_tile(x_scale, (tile.rows, 1), (None, None))
             to_scale, from_scale = cpasync.tma_partition(load_x_scale, 0, alone, cute.group_modes(s_scale, 0, 2),
                                                          cute.group_modes(g_scale, 0, 2))
-        everyone = {"mcast_mask": Int16((1 << tile.cluster) - 1)} if const_expr(tile.cluster > 1) else {}
 
+        begun = cutlass.min(k_tiles, tile.stages)
+        _, across, batch = self.place(first, rows_down, per_batch, rank)
+        for i in cutlass.range(begun, unroll=1):
+            self.begin_stage(load_w, from_w[None, across, first_k + i, batch], to_w[None, i], full + i)
+        # The next kernel may start when all blocks of this one have come here, so none of them lacks a processor. One like this takes more
+        # than half of the shared memory: its blocks find room where a block of this one has ended, and wait for the end of all.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)  # a fresh barrier counts as having completed the phase of parity 1: the ring starts empty
         for t in cutlass.range(first, last, step):
             down, across, batch = self.place(t, rows_down, per_batch, rank)
             for i in cutlass.range(k_tiles, unroll=1):
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tile.stage_bytes)
                 come = full + stage
+                if begun > 0:
+                    begun -= 1
+                else:
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    self.begin_stage(load_w, from_w[None, across, first_k + i, batch], to_w[None, stage], come)
                 cute.copy(load_x, from_x[None, down, first_k + i, batch], to_x[None, stage], tma_bar_ptr=come)
-                cute.copy(load_w, from_w[None, across, first_k + i, batch], to_w[None, stage], tma_bar_ptr=come, **everyone)
                 if const_expr(self.scaled):
                     cute.copy(load_x_scale, from_scale[None, down, first_k + i], to_scale[None, stage], tma_bar_ptr=come)
                 stage, phase = following(stage, phase, tile.stages)
+
+    @cute.jit
+    def begin_stage(self, load_w: cute.CopyAtom, from_w: cute.Tensor, to_w: cute.Tensor, come: cute.Pointer):
+        """Its barrier learns of all of its bytes, and w is on its way."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(come, self.tile.stage_bytes)
+        everyone = {"mcast_mask": Int16((1 << self.tile.cluster) - 1)} if const_expr(self.tile.cluster > 1) else {}
+        cute.copy(load_w, from_w, to_w, tma_bar_ptr=come, **everyone)
 
     # ---------------------------------------------------------------------------------------------------------- multiply
 

@@ -21,7 +21,7 @@ from dsv4.kernels import launch
 from dsv4.kernels.cute import build
 from dsv4.kernels.cute.gemm import KERNELS, CuteKernel
 from dsv4.kernels.cute.tiles import ARCHITECTURES, TILES, Tile
-from dsv4.kernels.launch import OUT, WORK
+from dsv4.kernels.launch import OUT, WEIGHT, WORK
 
 from ...emulator.emulator import ON_GPU, run_on_gpu
 from .ptx import Machine, Program, captured
@@ -61,7 +61,7 @@ class Emulated:
 
     def run(self, values: list, seed: int) -> int:
         """As the C function: tensors, of which OUT must be wholly written and WORK may be, and numbers."""
-        memory, arguments = [], []
+        memory, arguments, weights = [], [], set()
         for i, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
             if value is None or kind in (int, float):
                 arguments.append(value)
@@ -72,7 +72,8 @@ class Emulated:
             if data.flags.writeable:
                 data[:] = 0xFF
             memory.append((arguments[-1], data))
-        machine = Machine(self.program, self.launch(arguments), memory, np.random.default_rng(seed))
+            weights |= {arguments[-1]} if kind == WEIGHT else set()
+        machine = Machine(self.program, self.launch(arguments), memory, np.random.default_rng(seed), frozenset(weights))
         machine.run()
         for kind, value, (address, data) in zip(
                 (k for k, v in zip(self.kinds, values, strict=True) if isinstance(v, torch.Tensor)),

@@ -73,8 +73,8 @@ def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
 
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::(\w+)\.global\S*", ptx)
     multicast = len(re.findall(r"cp\.async\.bulk\.tensor\S*multicast::cluster", ptx))
-    assert sorted(rank for rank, _ in loads) == (["3", "3"] if tile.kind == "bf16" else ["2", "3", "3"])
-    assert multicast == (1 if tile.cluster > 1 else 0)
+    assert sorted(rank for rank, _ in loads) == (["3"] * 3 if tile.kind == "bf16" else ["2"] + ["3"] * 3)  # w's first apart
+    assert multicast == (2 if tile.cluster > 1 else 0)
     stores = len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared::cta", ptx))
     assert stores == (0 if tile.split > 1 else tile.columns // COLUMNS_OUT)
     assert f", {tile.stage_bytes};" in ptx  # what a stage's barrier expects
@@ -84,6 +84,15 @@ def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
     assert len(re.findall(r"ld\.global", ptx)) == scales  # read before the loop, and within
     assert ("st.global" in ptx) == (tile.split > 1) == ("ld.shared::cluster" in ptx)
     assert ("setmaxnreg" in ptx) == (tile.kind == "e4m3" and tile.rows == 128)
+
+
+def test_it_overlaps_the_kernel_before_and_the_one_behind(tile):
+    """The launch says so; and the first weights, which alone may be read before, stand in front of the wait."""
+    kernel = emulated_kernel(tile)
+    assert kernel.launch([1 << 40] * 5 + [70, 264, 256, 1, 132]).early
+    steps = "cp.async.bulk.tensor", "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+    asked, launches, waits = (kernel.ptx.find(step) for step in steps)
+    assert 0 < asked < launches < waits and kernel.ptx.count("griddepcontrol") == 2
 
 
 def test_products_run_without_waiting_for_each_other(tile, nvcc, tmp_path):

@@ -153,6 +153,7 @@ FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("sums of a block that is not there", SPLIT, r"mapa\.shared::cluster\.u32 (\s*%r\d+, %r\d+), 1;", r"mapa.shared::cluster.u32 \1, 2;"),
     ("a sum is in the wrong register", SMALL, r"stmatrix(\S+ \[%r\d+\]), \{(%r\d+), (%r\d+),", r"stmatrix\1, {\3, \2,"),
     ("the first product adds to what was there", SMALL, r"setp\.ne\.b32 (\s*%p\d+, %r\d+), 0;(\s+shl)", r"setp.ne.b32 \1, -1;\2"),
+    ("x is asked for before the kernel before has ended", SMALL, r"griddepcontrol\.wait;", ""),
     ("an instruction that it does not know", SMALL, r"fence\.proxy", "mystery.proxy"),
     ("nvfp4: a stage is filled while it is read", NVFP4, *without_wait(0)),
     ("nvfp4: a tile's sums go where others are read", NVFP4, *without_wait(1)),
