@@ -96,16 +96,16 @@ class Tile:
 
 
 def _tiles() -> tuple[Tile, ...]:
-    whole = {"bf16": ((128, 256), (128, 192), (128, 128), (64, 128)), "e4m3": ((128, 192), (128, 128), (64, 128))}
+    whole = {"bf16": ((128, 256), (128, 192), (128, 128), (64, 128), (64, 64)), "e4m3": ((128, 192), (128, 128), (64, 128))}
     found = []
     for kind, sizes in whole.items():
         for size in sizes:
             tile = Tile(kind, *size)
             found.append(tile)
-            if tile.rows == 128:
+            if tile.rows == 128 or tile.columns == 64:
                 found.append(replace(tile, cluster=2))
-            if tile.columns == 128:
-                found += [replace(tile, split=s) for s in (2, 4, 8)]
+            if tile.columns <= 128:
+                found += [replace(tile, split=s) for s in (2, 4, 8) if s < 8 or tile.columns == 128]
     return *found, *(Tile(kind, 128, columns, cluster) for kind in NVFP4_KINDS for columns in (128, 256) for cluster in (1, 2))
 
 
