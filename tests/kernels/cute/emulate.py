@@ -21,7 +21,7 @@ from dsv4.kernels import launch
 from dsv4.kernels.cute import build
 from dsv4.kernels.cute.gemm import KERNELS, CuteKernel
 from dsv4.kernels.cute.tiles import ARCHITECTURES, TILES, Tile
-from dsv4.kernels.launch import OUT, WORK
+from dsv4.kernels.launch import INOUT, OUT, WEIGHT, WORK
 
 from ...emulator.emulator import ON_GPU, run_on_gpu
 from .ptx import Machine, Program, captured
@@ -60,26 +60,27 @@ class Emulated:
         return found
 
     def run(self, values: list, seed: int) -> int:
-        """As the C function: tensors, of which OUT must be wholly written and WORK may be, and numbers."""
-        memory, arguments = [], []
+        """As the C function: tensors, of which OUT must be wholly written and WORK and INOUT may be, and numbers."""
+        memory, arguments, weights = [], [], set()
         for i, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
             if value is None or kind in (int, float):
                 arguments.append(value)
                 continue
             arguments.append((i + 1) * APART)
             data = value.contiguous().view(torch.uint8).reshape(-1).numpy().copy()
-            data.flags.writeable = kind in (OUT, WORK)
-            if data.flags.writeable:
+            data.flags.writeable = kind in (OUT, WORK, INOUT)
+            if kind in (OUT, WORK):
                 data[:] = 0xFF
             memory.append((arguments[-1], data))
-        machine = Machine(self.program, self.launch(arguments), memory, np.random.default_rng(seed))
+            weights |= {arguments[-1]} if kind == WEIGHT else set()
+        machine = Machine(self.program, self.launch(arguments), memory, np.random.default_rng(seed), frozenset(weights))
         machine.run()
         for kind, value, (address, data) in zip(
                 (k for k, v in zip(self.kinds, values, strict=True) if isinstance(v, torch.Tensor)),
                 (v for v in values if isinstance(v, torch.Tensor)), memory, strict=True):
-            if kind in (OUT, WORK):
+            if kind in (OUT, WORK, INOUT):
                 missing = int((~machine.written[address]).sum())
-                assert kind == WORK or not missing, f"{missing} of {len(data)} bytes of an output were never written"
+                assert kind != OUT or not missing, f"{missing} of {len(data)} bytes of an output were never written"
                 value.view(torch.uint8).reshape(-1).copy_(torch.from_numpy(data))
         return 0
 

@@ -1,11 +1,12 @@
 """Runs the PTX of a CuTeDSL kernel on a CPU, with the parameters that its host function passes: descriptors, layouts, grid and cluster are
 the real ones.
 
-`Launch` is one captured launch, `Machine` runs it: warps of 32 lanes (numpy), blocks of a cluster together, clusters one after the other.
-Who goes next, and when an asynchronous copy or product happens between its start and the moment that it is waited for, is drawn from
-`rng`: a wait that is missing shows as wrong numbers in some run. Shared memory starts unwritten, and is unwritten again where a copy is on
-its way to it; reading it there, an access outside of the tensors, a barrier that nobody completes and unknown instructions are errors. The
-sums of a product are NaN until it is waited for.
+`Launch` is one captured launch, `Machine` runs it: warps of 32 lanes (numpy), blocks of a cluster together, clusters one after the other,
+in any order. Who goes next, and when an asynchronous copy or product happens between its start and the moment that it is waited for, is
+drawn from `rng`: a wait that is missing shows as wrong numbers in some run. Shared memory starts unwritten, and is unwritten again where a
+copy is on its way to it; reading it there, an access outside of the tensors, a barrier that nobody completes and unknown instructions are
+errors. The sums of a product are NaN until it is waited for. Where the launch lets the kernel begin before the one before it has ended,
+that one ends at any time, and until a thread of a block has waited for it, the block may only read weights.
 
 It knows what the kernels here use: mbarriers, TMA of whole boxes in and out with multicast, wgmma on operands with the 128-byte swizzle,
 stmatrix, named barriers, clusters with distributed shared memory, tcgen05 with NVFP4 operands in one block or a pair, and arithmetic (of
@@ -37,6 +38,7 @@ RANK_BIT = 24  # a shared address: the rank of the block in its cluster above th
 OFFSET = (1 << RANK_BIT) - 1
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
 NVFP4_SHAPE = 1 << 10 | 1 << 7  # of an instruction descriptor, beside columns / 8 from bit 17 and rows / 128 from bit 27
+CLUSTER_DIMENSION, SERIALIZATION = 4, 6  # launch attributes: cudaLaunchAttributeProgrammaticStreamSerialization
 ELEMENT_BYTES = {0: 1, 2: 4, 7: 4, 10: 2}  # by the type field of a tensor map
 
 
@@ -46,13 +48,15 @@ class PtxError(AssertionError):
 
 @dataclass
 class Launch:
-    """One launch as the host function makes it. `parameters`: the bytes of each kernel parameter."""
+    """One launch as the host function makes it. `parameters`: the bytes of each kernel parameter. `early`: it may begin before the kernel
+    before it has ended."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: int
     shared_bytes: int
     parameters: list[bytes]
+    early: bool = False
 
 
 def captured(library: ctypes.CDLL, call, sizes: list[int]) -> Launch:
@@ -64,9 +68,9 @@ def captured(library: ctypes.CDLL, call, sizes: list[int]) -> Launch:
         grid, block, (shared,) = struct.unpack_from("<3I", raw), struct.unpack_from("<3I", raw, 12), struct.unpack_from("<Q", raw, 24)
         at, count = struct.unpack_from("<QI", raw, 40)
         attributes = [ctypes.string_at(at + 72 * i, 72) for i in range(count)]
-        clusters = [struct.unpack_from("<3I", a, 8) for a in attributes if struct.unpack_from("<I", a)[0] == 4]
-        launches.append(Launch(grid, block, clusters[0][0] if clusters else 1, shared,
-                               [ctypes.string_at(arguments[i], size) for i, size in enumerate(sizes)]))
+        values = {struct.unpack_from("<I", a)[0]: struct.unpack_from("<I", a, 8)[0] for a in attributes}
+        launches.append(Launch(grid, block, values.get(CLUSTER_DIMENSION, 1), shared,
+                               [ctypes.string_at(arguments[i], size) for i, size in enumerate(sizes)], bool(values.get(SERIALIZATION))))
 
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
     held = kind(hook)
@@ -212,8 +216,9 @@ class Barrier:
 
 
 class Block:
-    def __init__(self, index: int, rank: int, warps: int):
+    def __init__(self, index: int, rank: int, warps: int, waited: bool):
         self.index, self.rank = index, rank
+        self.waited = waited  # for the kernels before this one
         self.memory = np.zeros(SHARED_BYTES, np.uint8)
         self.written = np.zeros(SHARED_BYTES, bool)
         self.barriers: dict[int, Barrier] = {}
@@ -271,10 +276,11 @@ class Sums:
 
 class Machine:
     """`memory`: (address, numpy bytes) of each of the kernel's tensors; nothing else may be touched, and only writeable ones written:
-    `written` says by their addresses which bytes were."""
+    `written` says by their addresses which bytes were. `weights`: addresses of those that no kernel writes."""
 
-    def __init__(self, program: Program, launch: Launch, memory: list[tuple[int, np.ndarray]], rng: np.random.Generator):
-        self.program, self.launch, self.rng, self.memory = program, launch, rng, memory
+    def __init__(self, program: Program, launch: Launch, memory: list[tuple[int, np.ndarray]], rng: np.random.Generator,
+                 weights: frozenset[int] = frozenset()):
+        self.program, self.launch, self.rng, self.memory, self.weights = program, launch, rng, memory, weights
         self.written = {start: np.zeros(len(data), bool) for start, data in memory if data.flags.writeable}
         self.names = {name: PARAMETERS + (i << 16) for i, (name, _) in enumerate(program.parameters)}
         self.maps: dict[int, TensorMap] = {}
@@ -283,14 +289,16 @@ class Machine:
 
     def run(self) -> None:
         with np.errstate(all="ignore"):
-            for first in range(0, self.launch.grid[0], self.launch.cluster):
-                self.run_cluster(first)
+            clusters = self.rng.permutation(self.launch.grid[0] // self.launch.cluster)
+            for first in self.launch.cluster * clusters:
+                self.before_ended = not self.launch.early
+                self.run_cluster(int(first))
 
     def run_cluster(self, first: int) -> None:
         threads = int(np.prod(self.launch.block))
-        self.blocks = [Block(first + r, r, threads // 32) for r in range(self.launch.cluster)]
+        self.blocks = [Block(first + r, r, threads // 32, self.before_ended) for r in range(self.launch.cluster)]
         warps = [Warp(block, n) for block in self.blocks for n in range(threads // 32)]
-        self.copies: list = []  # on their way: functions that finish one
+        self.copies: list = [] if self.before_ended else [self.end_before]  # on their way: functions that finish one
         self.cluster_arrived, self.cluster_phase = 0, 0
         while True:
             running = [w for w in warps if not w.ended]
@@ -316,6 +324,10 @@ class Machine:
                 raise PtxError(f"block {block.index} ends with warps at a named barrier that others have not come to")
             if block.allocated:
                 raise PtxError(f"block {block.index} ends with {block.allocated} columns of tensor memory")
+
+    def end_before(self) -> None:
+        """The kernels before this one end."""
+        self.before_ended = True
 
     def go(self, warp: Warp, steps: int) -> None:
         """Up to so many instructions, or until the warp has to wait. Lanes that are behind go first, so that branches meet again."""
@@ -436,11 +448,14 @@ class Machine:
         self.shared_range(block, places, "a write")
         block.memory[places], block.written[places] = data, True
 
-    def global_bytes(self, addresses: np.ndarray, write: bool) -> tuple[np.ndarray, np.ndarray]:
-        """(the tensor's bytes, indices) for addresses that must all lie in one tensor."""
+    def global_bytes(self, waited: bool, addresses: np.ndarray, write: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(the tensor's bytes, indices) for addresses that must all lie in one tensor. `waited`: had the block, for
+        the kernels before, when it asked for them."""
         low, high = int(addresses.min()), int(addresses.max())
         for start, data in self.memory:
             if start <= low and high < start + len(data):
+                if not waited and start not in self.weights:
+                    raise PtxError(f"an access to byte {low - start} of a tensor that the kernel before this one may still use")
                 if write and not data.flags.writeable:
                     raise PtxError(f"a write to an input, at byte {low - start}")
                 if write:
@@ -632,7 +647,7 @@ class Machine:
                 raise PtxError(f"an address that is no multiple of {width}")
             places = addresses[:, None] + np.arange(width)
             if space == "global":
-                data, index = self.global_bytes(places, not loads)
+                data, index = self.global_bytes(warp.block.waited, places, not loads)
             else:
                 block, _ = self.shared(warp, int(addresses[0]))
                 if (addresses >> RANK_BIT != block.rank).any():
@@ -650,6 +665,19 @@ class Machine:
                 data[index] = new
             else:
                 self.write_shared(block, index, new)
+        return do
+
+    def atomic_add(self, instruction: Instruction):
+        """Of one lane."""
+        target, at, value = instruction.operands
+        at, value = self.address(at), self.read(value, np.uint32)
+
+        def do(warp, mask):
+            lane = self.single(warp, mask)
+            data, index = self.global_bytes(warp.block.waited, int(at(warp)[lane]) + np.arange(4), True)
+            old = data[index].view(np.uint32)
+            data[index] = (old + value(warp)[lane]).view(np.uint8)
+            self.write(warp, target, np.full(32, old[0], np.uint32), mask)
         return do
 
     def stmatrix(self, instruction: Instruction):
@@ -739,6 +767,15 @@ class Machine:
             warp.waiting = lambda: self.cluster_phase > mine
         return do
 
+    def wait_before(self, instruction: Instruction):
+        def wait(warp):
+            warp.block.waited = self.before_ended
+            return self.before_ended
+
+        def do(warp, mask):
+            warp.waiting = functools.partial(wait, warp)
+        return do
+
     # ---- copies
 
     def coordinates(self, text: str):
@@ -769,15 +806,16 @@ class Machine:
                     self.shared_range(block, places, "a box")
                     block.written[places] = False
                     told = (block if multicast else signalled).barriers[barrier]
-                    self.copies.append(functools.partial(self.bring, block, places, tensor_map, first, told))
+                    self.copies.append(functools.partial(self.bring, block, places, tensor_map, first, told, warp.block.waited))
         return do
 
-    def bring(self, block: Block, places: np.ndarray, tensor_map: TensorMap, first: tuple[int, ...], barrier: Barrier) -> None:
+    def bring(self, block: Block, places: np.ndarray, tensor_map: TensorMap, first: tuple[int, ...], barrier: Barrier,
+              waited: bool) -> None:
         """A box from global memory, zeros where it lies outside of the tensor; the barrier learns of its bytes."""
         addresses, inside = tensor_map.places(first)
         data = np.zeros(len(places), np.uint8)
         if inside.any():
-            tensor, index = self.global_bytes(addresses[inside], False)
+            tensor, index = self.global_bytes(waited, addresses[inside], False)
             data[inside] = tensor[index]
         self.write_shared(block, places, data)
         barrier.change(come=tensor_map.box_bytes)
@@ -789,15 +827,15 @@ class Machine:
             for lane in np.flatnonzero(mask):
                 tensor_map, first = box(warp, lane)
                 places = tensor_map.shared(int(of(warp)[lane]) & OFFSET)
-                warp.stores.start(functools.partial(self.take, warp.block, places, tensor_map, first))
+                warp.stores.start(functools.partial(self.take, warp.block, places, tensor_map, first, warp.block.waited))
         return do
 
-    def take(self, block: Block, places: np.ndarray, tensor_map: TensorMap, first: tuple[int, ...]) -> None:
+    def take(self, block: Block, places: np.ndarray, tensor_map: TensorMap, first: tuple[int, ...], waited: bool) -> None:
         """A box to global memory, without what lies outside of the tensor."""
         addresses, inside = tensor_map.places(first)
         data = self.read_shared(block, places)
         if inside.any():
-            tensor, index = self.global_bytes(addresses[inside], True)
+            tensor, index = self.global_bytes(waited, addresses[inside], True)
             tensor[index] = data[inside]
 
     def commit_stores(self, instruction: Instruction):
@@ -1069,7 +1107,8 @@ class Machine:
         (r"shfl\.sync\.idx\.b32", shuffle),
         (r"elect\.sync", elect),
         (r"ld\.param(\.v2|\.v4)?\.(b32|b64)", load_parameter),
-        (r"(ld|st)\.(global|shared|shared::cluster)(\.v2|\.v4)?\.(b16|b32|b64)", access),
+        (r"atom\.global\.acq_rel\.add\.u32", atomic_add),
+        (r"(ld|st)\.(global|shared|shared::cluster|shared::cta)(\.v2|\.v4)?\.(b16|b32|b64)", access),
         (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", stmatrix),
         (r"mapa\.shared::cluster\.u32", map_shared),
         (r"mbarrier\.init\.shared\.b64", mbarrier_init),
@@ -1086,8 +1125,9 @@ class Machine:
         (r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|32)\.f32\.(bf16|e4m3)\.(?:bf16|e4m3)", wgmma),
         (r"wgmma\.commit_group\.sync\.aligned", commit_products),
         (r"wgmma\.wait_group\.sync\.aligned", wait_products),
-        (r"(?:tcgen05\.)?fence.*|tcgen05\.relinquish_alloc_permit.*|wgmma\.fence.*|setmaxnreg.*|prefetch\.tensormap|bar\.warp\.sync",
-         nothing),
+        (r"griddepcontrol\.wait", wait_before),
+        (r"(?:tcgen05\.)?fence.*|tcgen05\.relinquish_alloc_permit.*|wgmma\.fence.*|setmaxnreg.*|prefetch\.tensormap|bar\.warp\.sync|"
+         r"griddepcontrol\.launch_dependents", nothing),
     ]
 
 
