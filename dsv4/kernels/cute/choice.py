@@ -25,8 +25,8 @@ MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, **dict.fromkeys(NVFP4_KINDS, 7e6)}
 LAUNCH_US = 2.8
 TILE_US = 0.53  # storing a tile, 128 columns of it; the loads of the next tile go on
 SPLIT_US = 0.57  # meeting a cluster and adding up its sums, a block and 64 rows
-# A tail's parts, guesses until measured: bytes of sums a us of a processor, left or read; the way to L2; the fence and the counter.
-PART_BYTES, PART_US, FENCE_US, MOST_PARTS = 100e3, 0.15, 1.0, 8
+# A tail's parts, guesses until they are measured: bytes a us of a processor, of sums left and read; the fence and the counter.
+PART_BYTES, PART_US, MOST_PARTS = 100e3, 1.0, 8
 REACH = 0.85  # of the processors, for clusters of 4 and 8, each within a GPC: by their times, 24 and 12 ran at once on 132, 32 and 16 not
 
 
@@ -58,12 +58,12 @@ def share_tail(tile: Tile, m: int, n: int, k: int, batch: int, processors: int) 
     tiles = clusters % at_once
     if not tile.tail or not tiles:
         return Tail()
-    turns, part_us = tile.block_stages(k) // tile.turn, PART_US + 4 * tile.rows * tile.columns / PART_BYTES
+    turns, part_us = tile.block_stages(k) // tile.turn, 4 * tile.rows * tile.columns / PART_BYTES
     found = []
     for sharers in sorted({min(count, at_once, tiles * turns) for count in (at_once, *range(tiles, MOST_PARTS * tiles + 1, tiles))}):
         us, end_us, uneven = -(-tiles * turns // sharers) * tile.turn * stage_us(tile), 0.0, sharers % tiles > 0
         if sharers > tiles:  # where shares end within tiles, a cluster may have two parts and a tile two more than the least
-            end_us = FENCE_US + part_us * (sharers // tiles + 3 * uneven)
+            end_us = PART_US + part_us * (sharers // tiles + 3 * uneven)
         found.append(Tail(sharers, sharers + tiles - 1 if sharers > tiles else 0, us, end_us))
     return min(found, key=lambda tail: tail.us + tail.end_us)
 

@@ -54,8 +54,7 @@ class Gemm(Persistent):
         self.groups = tile.rows // 64
         self.threads = (self.groups + 1) * WARPGROUP
         self.alternate = self.scaled and not tile.in_turns  # the warpgroups, of which there are two
-        # Three sets of sums do not fit into the 168 registers that 384 threads have each, nor one and a tail's parts on their way.
-        self.moves_registers = self.groups == 2 and (self.scaled or tile.tail)
+        self.moves_registers = self.scaled and self.groups == 2  # three sets of sums do not fit into the 168 that 384 threads have each
 
     @cute.jit
     def __call__(self, x_address: cute.Pointer, w_address: cute.Pointer, x_scale_address: cute.Pointer, w_scale_address: cute.Pointer,
@@ -487,21 +486,13 @@ class Gemm(Persistent):
             keeps = first - low < 2  # its own sums are in front, and need not be read
             if not keeps:
                 sums.fill(-0.0)  # to which each number adds up to itself, 0 and -0 too
-            # As much at once as registers are left for: one after the other, each 16 bytes would be a trip to L2 and back.
-            at_once, vectors = (256 // tile.columns if tile.rows == 64 else 1), (tile.columns // 8 if tile.columns < 256 else 16)
-            for begin in cutlass.range(low, high + 1, at_once, unroll=1):
-                for v in range_constexpr(0, tile.columns // 8, vectors):
-                    parts = cute.make_rmem_tensor((4, vectors, at_once), Float32)
-                    parts.fill(-0.0)
-                    for j in range_constexpr(at_once):
-                        cluster = begin + j
-                        if cluster <= high and not (keeps and cluster == first):
-                            for i in range_constexpr(vectors):
-                                place = of_rows[None, v + i, ((cluster + number) * tile.cluster + rank) * self.groups + group]
-                                cute.autovec_copy(place, parts[None, i, j])
-                    for j in range_constexpr(at_once):
-                        for i in range_constexpr(4 * vectors):
-                            sums[4 * v + i] = sums[4 * v + i] + parts[i % 4, i // 4, j]
+            for cluster in cutlass.range(low, high + 1, unroll=1):
+                if not (keeps and cluster == first):
+                    for i in range_constexpr(tile.columns // 8):
+                        four = cute.make_rmem_tensor(4, Float32)
+                        cute.autovec_copy(of_rows[None, i, ((cluster + number) * tile.cluster + rank) * self.groups + group], four)
+                        for e in range_constexpr(4):
+                            sums[4 * i + e] = sums[4 * i + e] + four[e]
         return complete
 
     # ------------------------------------------------------------------------------------------------------------- split
