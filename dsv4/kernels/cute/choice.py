@@ -8,7 +8,6 @@ are 0.81 to 1.19 of the measured ones, the lowest where a split product also wai
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 from .tiles import BITS, NVFP4_KINDS, TILES, Tile
 
@@ -25,8 +24,6 @@ MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, **dict.fromkeys(NVFP4_KINDS, 7e6)}
 LAUNCH_US = 2.8
 TILE_US = 0.53  # storing a tile, 128 columns of it; the loads of the next tile go on
 SPLIT_US = 0.57  # meeting a cluster and adding up its sums, a block and 64 rows
-# A tail's parts, guesses until they are measured: bytes a us of a processor, of sums left and read; the fence and the counter.
-PART_BYTES, PART_US, MOST_PARTS = 100e3, 1.0, 8
 REACH = 0.85  # of the processors, for clusters of 4 and 8, each within a GPC: by their times, 24 and 12 ran at once on 132, 32 and 16 not
 
 
@@ -40,47 +37,17 @@ def stage_us(tile: Tile) -> float:
     return STAGE_US[tile.kind, tile.rows, tile.columns] * shared
 
 
-class Tail(NamedTuple):
-    """How the last wave is divided along K: `sharers` clusters have equal shares of its stages, and leave `parts` sums of a cluster's tiles
-    at most. No parts: each tile is one cluster's."""
-
-    sharers: int = 0
-    parts: int = 0
-    us: float = 0.0  # of its stages
-    end_us: float = 0.0  # of leaving parts and adding them up
-
-
-@functools.lru_cache(maxsize=4096)
-def share_tail(tile: Tile, m: int, n: int, k: int, batch: int, processors: int) -> Tail:
-    """The fastest of as many sharers as there are, and of 1 to MOST_PARTS for each tile; each has a turn of stages at least, and a tile's K
-    at most."""
-    clusters, at_once = tile.clusters(m, n, batch), processors // tile.cluster
-    tiles = clusters % at_once
-    if not tile.tail or not tiles:
-        return Tail()
-    turns, part_us = tile.block_stages(k) // tile.turn, 4 * tile.rows * tile.columns / PART_BYTES
-    found = []
-    for sharers in sorted({min(count, at_once, tiles * turns) for count in (at_once, *range(tiles, MOST_PARTS * tiles + 1, tiles))}):
-        us, end_us, uneven = -(-tiles * turns // sharers) * tile.turn * stage_us(tile), 0.0, sharers % tiles > 0
-        if sharers > tiles:  # where shares end within tiles, a cluster may have two parts and a tile two more than the least
-            end_us = PART_US + part_us * (sharers // tiles + 3 * uneven)
-        found.append(Tail(sharers, sharers + tiles - 1 if sharers > tiles else 0, us, end_us))
-    return min(found, key=lambda tail: tail.us + tail.end_us)
-
-
 def predicted_us(tile: Tile, m: int, n: int, k: int, batch: int, processors: int) -> float:
     """Waves of tiles, each as long as its stages, its end, and, as split blocks do not go on to a next tile, a launch; the last end comes
     after all loads, which never take less than the operands' bytes from memory."""
     blocks = tile.cluster * tile.split
-    at_once = int(processors * (REACH if blocks > 2 else 1)) // blocks
+    clusters = -(-m // (tile.rows * tile.cluster)) * -(-n // tile.columns) * batch
+    waves = -(-clusters // (int(processors * (REACH if blocks > 2 else 1)) // blocks))
     stages = tile.block_stages(k) * stage_us(tile)
     end = TILE_US * tile.columns / 128 + (SPLIT_US * tile.split * tile.rows / 64 if tile.split > 1 else 0)
     between = end + (LAUNCH_US if tile.split > 1 else 0)
-    waves = -(-tile.clusters(m, n, batch) // at_once)
-    tail = share_tail(tile, m, n, k, batch, processors)
-    busy = (waves - 1) * stages + tail.us if tail.parts else waves * stages
     memory = batch * ((n + m) * k * BITS[tile.kind] / 8 + 2 * m * n) / MEMORY_BYTES[tile.kind]
-    return LAUNCH_US + max(busy + (waves - 1) * between, memory) + tail.end_us + end
+    return LAUNCH_US + max(waves * stages + (waves - 1) * between, memory) + end
 
 
 @functools.lru_cache(maxsize=4096)

@@ -29,8 +29,7 @@ from .gemm_sm100_grouped import GroupedNvfp4Gemm
 from .tiles import TILES, Tile
 
 # The arguments of the C function by kind, in their order: what an address points to, or the type of a value.
-_GEMM = ({"x_scale": Float32, "w_scale": Float32, "out": BFloat16, "partial": Float32, "arrivals": Int32},
-         {"m": Int32, "n": Int32, "k": Int32, "batch": Int32, "processors": Int32, "sharers": Int32})
+_GEMM = {"x_scale": Float32, "w_scale": Float32, "out": BFloat16}, {"m": Int32, "n": Int32, "k": Int32, "batch": Int32, "processors": Int32}
 ARGUMENTS = {
     "bf16": ({"x": BFloat16, "w": BFloat16} | _GEMM[0], _GEMM[1]),
     "e4m3": ({"x": Float8E4M3FN, "w": Float8E4M3FN} | _GEMM[0], _GEMM[1]),

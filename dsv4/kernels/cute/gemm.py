@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 
 from ...formats import E4M3_MAX, NVFP4_BLOCK, power_of_two_ceil
-from ..arrivals import arrivals
-from ..launch import IN, INOUT, OUT, WEIGHT, WORK, Kernel, expect
+from ..launch import IN, OUT, WEIGHT, WORK, Kernel, expect
 from ..layouts import TMA_COLUMNS, Nvfp4, Nvfp4Operand, pad_k_major, swizzled_bytes
 from . import build
-from .choice import choose, share_tail
+from .choice import choose
 from .tiles import SCALE_BLOCK, TILES, Tile
 
-_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "out": OUT, "partial": WORK, "arrivals": INOUT,
-              "m": int, "n": int, "k": int, "batch": int, "processors": int, "sharers": int}
+_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "out": OUT,
+              "m": int, "n": int, "k": int, "batch": int, "processors": int}
 _NVFP4_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "out": OUT,
                     "m": int, "n": int, "k": int, "processors": int, "scale": float}
 _GROUPED_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "scales": WEIGHT, "plan": IN, "counts": IN,
@@ -114,11 +113,5 @@ def _launch(kind: str, x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor |
     if out.numel():
         count = processors(x.device)
         tile = tile or choose(kind, m, n, k, groups, count)
-        tail = share_tail(tile, m, n, k, groups, count)
-        partial = counters = None
-        if tail.parts:
-            partial = torch.empty(tail.parts, tile.cluster * tile.rows, tile.columns, dtype=torch.float32, device=x.device)
-            counters = arrivals(tile.name, x.device, count * tile.rows // 64)  # one for 64 rows of each block's tile
-        KERNELS[tile](x=x, w=w, x_scale=x_scale, w_scale=w_scale, out=out, partial=partial, arrivals=counters, m=m, n=n, k=k, batch=groups,
-                      processors=count, sharers=tail.sharers)
+        KERNELS[tile](x=x, w=w, x_scale=x_scale, w_scale=w_scale, out=out, m=m, n=n, k=k, batch=groups, processors=count)
     return out

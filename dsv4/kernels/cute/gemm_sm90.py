@@ -17,15 +17,11 @@ cluster: blocks one below the other need the same w, so each loads a part of it 
 stage is empty when the warpgroups of all of them are done with it.
 split: few tiles and a long K leave the GPU idle, so a cluster divides K; then every block adds up the partial sums of its share of the
 rows, in the order of K, so that the result does not depend on who was first.
-tail: the tiles of the last wave, which would keep a part of the blocks busy, are divided along K instead, in equal shares for `sharers`
-clusters: one takes the end of a tile's K and the beginning of the next one's. A warpgroup that has a part of a tile's K leaves its sums in
-global memory, in the order in which its threads hold them, and counts; the last one of a tile adds up all parts, in the order of K again,
-and stores. Nobody waits for another one, so it does not matter which blocks run at once.
 
 A kernel starts before the one before it has ended (LAUNCH in ../cuda/common.cuh says the rule), with barriers, descriptors and the first
 w, which no kernel writes. Only the loader calls griddepcontrol_wait: it does so before it asks for x and x_scale, and nobody else touches
-what other kernels write or read (also counters and parts of the tail) before a stage is full, which it is when x has come; with `split`,
-all threads meet behind that. So each block has waited before it writes, and when it ends, all kernels before it have ended too.
+what other kernels write or read before a stage is full, which it is when x has come; with `split`, all threads meet behind that. So each
+block has waited before it writes, and when it ends, all kernels before it have ended too.
 """
 
 import cuda.bindings.driver as cuda
@@ -58,8 +54,7 @@ class Gemm(Persistent):
 
     @cute.jit
     def __call__(self, x_address: cute.Pointer, w_address: cute.Pointer, x_scale_address: cute.Pointer, w_scale_address: cute.Pointer,
-                 out_address: cute.Pointer, partial_address: cute.Pointer, arrivals_address: cute.Pointer, m: Int32, n: Int32, k: Int32,
-                 batch: Int32, processors: Int32, sharers: Int32, stream: cuda.CUstream):
+                 out_address: cute.Pointer, m: Int32, n: Int32, k: Int32, batch: Int32, processors: Int32, stream: cuda.CUstream):
         tile, dtype = self.tile, self.dtype
         k, n = cute.assume(k, divby=16 * 8 // dtype.width), cute.assume(n, divby=8)  # TMA wants rows of a multiple of 16 bytes
         row, matrix = Int64(batch) * k, Int64(n) * k
@@ -88,26 +83,14 @@ class Gemm(Persistent):
             load_x_scale, x_scale = cpasync.make_tiled_tma_atom(load, x_scale, cute.make_layout((tile.rows, 1)), (tile.rows, 1))
 
         tiles = cute.round_up(cute.ceil_div(m, tile.rows), tile.cluster) * cute.ceil_div(n, tile.columns) * batch
-        grid, partial, arrivals = cutlass.min(tiles, processors // tile.cluster * tile.cluster), None, None
-        if const_expr(tile.split > 1):
-            grid = tiles * tile.split
-        if const_expr(tile.tail):
-            if tiles < processors // tile.cluster * tile.cluster:
-                grid = sharers * tile.cluster
-            # The host has room for choice.py's Tail.parts, each the sums of all warpgroups of a cluster, and for a counter a warpgroup.
-            parts = cute.make_layout((4, WARPGROUP, tile.columns // 8, 2 * processors * self.groups),
-                                     stride=(1, 4, 4 * WARPGROUP, 64 * tile.columns))
-            partial = cute.make_tensor(partial_address, parts)
-            arrivals = cute.make_tensor(arrivals_address, cute.make_layout(processors * self.groups))
-        self.kernel(load_x, x, load_w, w, load_x_scale, x_scale, w_scale, store_out, stored, out, partial, arrivals, sharers, x_stages,
-                    w_stages, out_buffers).launch(
+        grid = tiles * tile.split if const_expr(tile.split > 1) else cutlass.min(tiles, processors // tile.cluster * tile.cluster)
+        self.kernel(load_x, x, load_w, w, load_x_scale, x_scale, w_scale, store_out, stored, out, x_stages, w_stages, out_buffers).launch(
             grid=[grid, 1, 1], block=[self.threads, 1, 1], cluster=[self.blocks, 1, 1] if const_expr(self.blocks > 1) else None,
             min_blocks_per_mp=1, stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, load_x: cute.CopyAtom, x: cute.Tensor, load_w: cute.CopyAtom, w: cute.Tensor, load_x_scale: cute.CopyAtom | None,
                x_scale: cute.Tensor | None, w_scale: cute.Tensor | None, store_out: cute.CopyAtom, stored: cute.Tensor, out: cute.Tensor,
-               partial: cute.Tensor | None, arrivals: cute.Tensor | None, sharers: Int32,
                x_stages: cute.ComposedLayout, w_stages: cute.ComposedLayout, out_buffers: cute.ComposedLayout):
         tile = self.tile
         thread = cute.arch.thread_idx()[0]
@@ -127,7 +110,6 @@ class Gemm(Persistent):
         s_out = None
         if const_expr(tile.split == 1):
             s_out = smem.allocate_tensor(BFloat16, out_buffers.outer, byte_alignment=1024, swizzle=out_buffers.inner)
-        is_last = smem.allocate_array(Int32, self.groups) if const_expr(tile.tail) else None
         if thread == 0:
             for descriptor in [load_x, load_w, store_out]:
                 cpasync.prefetch_descriptor(descriptor)
@@ -143,16 +125,14 @@ class Gemm(Persistent):
         first_k = rank * k_tiles if const_expr(tile.split > 1) else Int32(0)
         rows_down, per_batch = self.extent(out)
         first, step = cute.arch.block_idx()[0] // self.blocks, cute.arch.grid_dim()[0] // self.blocks
-        last, tail = per_batch * out.shape[2], None
-        if const_expr(tile.tail):
-            last, tail = self.share(last, k_tiles, sharers, first, step)
+        last = per_batch * out.shape[2]
 
         if group == self.groups:
             if const_expr(self.moves_registers):
                 cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if thread < self.groups * WARPGROUP + WARP:
                 self.load(load_x, x, load_w, w, load_x_scale, x_scale, s_x, s_w, s_scale, full, empty, rank, first_k, k_tiles,
-                          rows_down, per_batch, first, step, last, tail)
+                          rows_down, per_batch, first, step, last)
         else:
             if const_expr(self.moves_registers):
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)
@@ -166,23 +146,16 @@ class Gemm(Persistent):
                 if group == 1:
                     cute.arch.barrier_arrive(barrier_id=MY_TURN, number_of_threads=2 * WARPGROUP)  # the other one begins
             for t in cutlass.range(first, last, step):
-                here, begin, count = self.piece(t, first_k, k_tiles, step, tail)
-                down, across, batch = self.place(here, rows_down, per_batch, rank)
+                down, across, batch = self.place(t, rows_down, per_batch, rank)
                 if const_expr(tile.in_turns):
-                    stage, phase = self.multiply_scaled(a, b, sums, s_scale, w_scale, full, empty, stage, phase, begin, count,
+                    stage, phase = self.multiply_scaled(a, b, sums, s_scale, w_scale, full, empty, stage, phase, first_k, k_tiles,
                                                         across * tile.columns // SCALE_BLOCK, thread)
                 elif const_expr(self.scaled):
-                    phase = self.multiply_scaled_wide(a, b, sums, s_scale, w_scale, full, empty, phase, begin, count,
+                    phase = self.multiply_scaled_wide(a, b, sums, s_scale, w_scale, full, empty, phase, first_k, k_tiles,
                                                       across * (tile.columns // SCALE_PART), group, thread)
                 else:
-                    stage, phase = self.multiply(a, b, sums, full, empty, stage, phase, count, thread)
-                if const_expr(tile.tail):
-                    complete = count == k_tiles
-                    if not complete:
-                        complete = self.add_parts(sums, partial, arrivals, is_last, here, k_tiles, tail, first, rank, thread)
-                    if complete:
-                        self.store(sums, s_out, store_out, stored, down * self.groups + group, across, batch, thread)
-                elif const_expr(tile.split == 1):
+                    stage, phase = self.multiply(a, b, sums, full, empty, stage, phase, k_tiles, thread)
+                if const_expr(tile.split == 1):
                     self.store(sums, s_out, store_out, stored, down * self.groups + group, across, batch, thread)
             if const_expr(self.alternate):
                 if group == 0:
@@ -214,7 +187,7 @@ class Gemm(Persistent):
     @cute.jit
     def load(self, load_x: cute.CopyAtom, x: cute.Tensor, load_w: cute.CopyAtom, w: cute.Tensor, load_x_scale, x_scale, s_x: cute.Tensor,
              s_w: cute.Tensor, s_scale, full: cute.Pointer, empty: cute.Pointer, rank: Int32, first_k: Int32, k_tiles: Int32,
-             rows_down: Int32, per_batch: Int32, first: Int32, step: Int32, last: Int32, tail):
+             rows_down: Int32, per_batch: Int32, first: Int32, step: Int32, last: Int32):
         """The loader's one warp: every stage of every tile of this block, as soon as there is room; into the empty ring w, then, when the
         kernels before this one have ended, x."""
         tile = self.tile
@@ -230,29 +203,27 @@ class Gemm(Persistent):
             to_scale, from_scale = cpasync.tma_partition(load_x_scale, 0, alone, cute.group_modes(s_scale, 0, 2),
                                                          cute.group_modes(g_scale, 0, 2))
 
-        here, begin, count = self.piece(first, first_k, k_tiles, step, tail)
-        _, across, batch = self.place(here, rows_down, per_batch, rank)
-        begun = cutlass.min(count, tile.stages)
+        begun = cutlass.min(k_tiles, tile.stages)
+        _, across, batch = self.place(first, rows_down, per_batch, rank)
         for i in cutlass.range(begun, unroll=1):
-            self.begin_stage(load_w, from_w[None, across, begin + i, batch], to_w[None, i], full + i)
+            self.begin_stage(load_w, from_w[None, across, first_k + i, batch], to_w[None, i], full + i)
         # The next kernel may start when all blocks of this one have come here, so none of them lacks a processor. One like this takes more
         # than half of the shared memory: its blocks find room where a block of this one has ended, and wait for the end of all.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)  # a fresh barrier counts as having completed the phase of parity 1: the ring starts empty
         for t in cutlass.range(first, last, step):
-            here, begin, count = self.piece(t, first_k, k_tiles, step, tail)
-            down, across, batch = self.place(here, rows_down, per_batch, rank)
-            for i in cutlass.range(count, unroll=1):
+            down, across, batch = self.place(t, rows_down, per_batch, rank)
+            for i in cutlass.range(k_tiles, unroll=1):
                 come = full + stage
                 if begun > 0:
                     begun -= 1
                 else:
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.begin_stage(load_w, from_w[None, across, begin + i, batch], to_w[None, stage], come)
-                cute.copy(load_x, from_x[None, down, begin + i, batch], to_x[None, stage], tma_bar_ptr=come)
+                    self.begin_stage(load_w, from_w[None, across, first_k + i, batch], to_w[None, stage], come)
+                cute.copy(load_x, from_x[None, down, first_k + i, batch], to_x[None, stage], tma_bar_ptr=come)
                 if const_expr(self.scaled):
-                    cute.copy(load_x_scale, from_scale[None, down, begin + i], to_scale[None, stage], tma_bar_ptr=come)
+                    cute.copy(load_x_scale, from_scale[None, down, first_k + i], to_scale[None, stage], tma_bar_ptr=come)
                 stage, phase = following(stage, phase, tile.stages)
 
     @cute.jit
@@ -425,75 +396,6 @@ class Gemm(Persistent):
             if lane < WARP:
                 cute.copy(store_out, from_smem[None, part % OUT_BUFFERS], to_out[None, down, across * parts + part, batch])
                 cute.arch.cp_async_bulk_commit_group()
-
-    # -------------------------------------------------------------------------------------------------------------- tail
-
-    @cute.jit
-    def share(self, tiles: Int32, k_tiles: Int32, sharers: Int32, first: Int32, step: Int32):
-        """Where this cluster's walk from `first` on, by `step`, ends, and of the tail (the whole tiles in front of it, this cluster's turns
-        of stages, from and to, counted through all tiles of the tail, how many they are, the clusters that share them). A share is no
-        longer than a tile, so it lies in two tiles at most."""
-        whole, turns = tiles // step * step, k_tiles // self.tile.turn
-        all_turns, sharers = (tiles - whole) * turns, cutlass.max(sharers, 1)
-        begin = cutlass.min(first, sharers) * all_turns // sharers
-        end = cutlass.min(first + 1, sharers) * all_turns // sharers
-        pieces = cute.ceil_div(end, turns) - begin // turns  # 0 where there is no share: it is empty at a tile's end
-        return whole + pieces * step, (whole, begin, end, all_turns, sharers)
-
-    @cute.jit
-    def piece(self, t: Int32, first_k: Int32, k_tiles: Int32, step: Int32, tail):
-        """What the walk has at t: (tile, its first stage of K, how many). Behind the whole tiles, one or two of the tail."""
-        here, begin, count = t, first_k, k_tiles
-        if const_expr(self.tile.tail):
-            whole, at, end, *_ = tail
-            if t >= whole:
-                turns = k_tiles // self.tile.turn
-                if t >= whole + step:
-                    at = (at // turns + 1) * turns
-                here, begin = whole + at // turns, at % turns * self.tile.turn
-                count = cutlass.min(end - at, turns - at % turns) * self.tile.turn
-        return here, begin, count
-
-    @cute.jit
-    def add_parts(self, sums: cute.Tensor, partial: cute.Tensor, arrivals: cute.Tensor, is_last: cute.Pointer, here: Int32, k_tiles: Int32,
-                  tail, first: Int32, rank: Int32, thread: Int32):
-        """Leaves this warpgroup's part of a tile's sums in global memory. Whether all parts of its 64 rows are there: then sums become
-        theirs, added in the order of K (the first two in either, which are the same bits). Written and read by the same lanes, so a thread
-        knows not which rows and columns are its own."""
-        tile, (whole, _, _, all_turns, sharers) = self.tile, tail
-        group, lane = thread // WARPGROUP, thread % WARPGROUP
-        turns, number = k_tiles // tile.turn, here - whole
-        # The cluster that has turn u is the last one whose share begins at u or before: floor(c * all_turns / sharers) <= u.
-        low = ((number * turns + 1) * sharers - 1) // all_turns
-        high = ((number + 1) * turns * sharers - 1) // all_turns
-        # In the order of K a next part is of the next cluster or of the next tile, so that the sum of both counts parts.
-        of_rows = partial[None, lane, None, None]
-        for i in range_constexpr(tile.columns // 8):
-            four = cute.make_rmem_tensor(4, Float32)
-            for e in range_constexpr(4):
-                four[e] = sums[4 * i + e]
-            cute.autovec_copy(four, of_rows[None, i, ((first + number) * tile.cluster + rank) * self.groups + group])
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # all have left theirs, in front of the fence
-        if lane == 0:
-            counter = arrivals.iterator + (number * tile.cluster + rank) * self.groups + group
-            all_there = Int32(cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") == high - low)
-            if all_there == 1:
-                cute.arch.store(counter, Int32(0))  # for the next launch
-            cute.arch.store(is_last + group, all_there, ss="cta")
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
-        complete = cute.arch.load(is_last + group, Int32, ss="cta") == 1
-        if complete:
-            keeps = first - low < 2  # its own sums are in front, and need not be read
-            if not keeps:
-                sums.fill(-0.0)  # to which each number adds up to itself, 0 and -0 too
-            for cluster in cutlass.range(low, high + 1, unroll=1):
-                if not (keeps and cluster == first):
-                    for i in range_constexpr(tile.columns // 8):
-                        four = cute.make_rmem_tensor(4, Float32)
-                        cute.autovec_copy(of_rows[None, i, ((cluster + number) * tile.cluster + rank) * self.groups + group], four)
-                        for e in range_constexpr(4):
-                            sums[4 * i + e] = sums[4 * i + e] + four[e]
-        return complete
 
     # ------------------------------------------------------------------------------------------------------------- split
 

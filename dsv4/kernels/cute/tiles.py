@@ -25,8 +25,7 @@ class Tile:
     """rows x columns of the output are one block's at a time (rows: tokens, columns: rows of the weight).
 
     kind: "bf16", "e4m3" or one of NVFP4_KINDS. cluster: blocks one below the other that share each load of the weight; with nvfp4, 2 of
-    them are a pair whose tensor cores take one product. split: blocks that divide K among them. One of the two is 1. tail: the tiles of
-    the last wave are divided along K (gemm_sm90.py says how).
+    them are a pair whose tensor cores take one product. split: blocks that divide K among them. One of the two is 1.
     """
 
     kind: str
@@ -34,12 +33,11 @@ class Tile:
     columns: int
     cluster: int = 1
     split: int = 1
-    tail: bool = False
 
     @property
     def name(self) -> str:
         """Of the C function and its object."""
-        extra = (f"_c{self.cluster}" if self.cluster > 1 else "") + (f"_s{self.split}" if self.split > 1 else "") + "_t" * self.tail
+        extra = (f"_c{self.cluster}" if self.cluster > 1 else "") + (f"_s{self.split}" if self.split > 1 else "")
         return f"gemm_{self.kind}_{self.rows}x{self.columns}{extra}"
 
     @property
@@ -92,10 +90,6 @@ class Tile:
         """Stages of which a block goes through a multiple; with a wide e4m3 tile, the whole ring."""
         return TURN if self.in_turns else self.stages if self.kind == "e4m3" else 1
 
-    def clusters(self, m: int, n: int, batch: int) -> int:
-        """That an output is cut into, with `split` as many tiles."""
-        return -(-m // (self.rows * self.cluster)) * -(-n // self.columns) * batch
-
     def block_stages(self, k: int) -> int:
         """Stages that one block goes through for a tile. Those beyond K bring zeros."""
         return -(-k // (self.depth * self.split * self.turn)) * self.turn
@@ -112,9 +106,6 @@ def _tiles() -> tuple[Tile, ...]:
                 found.append(replace(tile, cluster=2))
             if tile.columns <= 128:
                 found += [replace(tile, split=s) for s in (2, 4, 8) if s < 8 or tile.columns == 128]
-    # With a tail behind those without: where nothing is divided, their predicted times are the same.
-    found += [replace(tile, cluster=2 if (tile.kind, tile.columns) == ("e4m3", 192) else 1, tail=True) for tile in found
-              if tile.cluster == tile.split == 1]
     return *found, *(Tile(kind, 128, columns, cluster) for kind in NVFP4_KINDS for columns in (128, 256) for cluster in (1, 2))
 
 

@@ -21,7 +21,7 @@ from dsv4.kernels import launch
 from dsv4.kernels.cute import build
 from dsv4.kernels.cute.gemm import KERNELS, CuteKernel
 from dsv4.kernels.cute.tiles import ARCHITECTURES, TILES, Tile
-from dsv4.kernels.launch import INOUT, OUT, WEIGHT, WORK
+from dsv4.kernels.launch import OUT, WEIGHT, WORK
 
 from ...emulator.emulator import ON_GPU, run_on_gpu
 from .ptx import Machine, Program, captured
@@ -60,7 +60,7 @@ class Emulated:
         return found
 
     def run(self, values: list, seed: int) -> int:
-        """As the C function: tensors, of which OUT must be wholly written and WORK and INOUT may be, and numbers."""
+        """As the C function: tensors, of which OUT must be wholly written and WORK may be, and numbers."""
         memory, arguments, weights = [], [], set()
         for i, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
             if value is None or kind in (int, float):
@@ -68,8 +68,8 @@ class Emulated:
                 continue
             arguments.append((i + 1) * APART)
             data = value.contiguous().view(torch.uint8).reshape(-1).numpy().copy()
-            data.flags.writeable = kind in (OUT, WORK, INOUT)
-            if kind in (OUT, WORK):
+            data.flags.writeable = kind in (OUT, WORK)
+            if data.flags.writeable:
                 data[:] = 0xFF
             memory.append((arguments[-1], data))
             weights |= {arguments[-1]} if kind == WEIGHT else set()
@@ -78,9 +78,9 @@ class Emulated:
         for kind, value, (address, data) in zip(
                 (k for k, v in zip(self.kinds, values, strict=True) if isinstance(v, torch.Tensor)),
                 (v for v in values if isinstance(v, torch.Tensor)), memory, strict=True):
-            if kind in (OUT, WORK, INOUT):
+            if kind in (OUT, WORK):
                 missing = int((~machine.written[address]).sum())
-                assert kind != OUT or not missing, f"{missing} of {len(data)} bytes of an output were never written"
+                assert kind == WORK or not missing, f"{missing} of {len(data)} bytes of an output were never written"
                 value.view(torch.uint8).reshape(-1).copy_(torch.from_numpy(data))
         return 0
 

@@ -1,12 +1,12 @@
 """Runs the PTX of a CuTeDSL kernel on a CPU, with the parameters that its host function passes: descriptors, layouts, grid and cluster are
 the real ones.
 
-`Launch` is one captured launch, `Machine` runs it: warps of 32 lanes (numpy), blocks of a cluster together, clusters one after the other,
-in any order. Who goes next, and when an asynchronous copy or product happens between its start and the moment that it is waited for, is
-drawn from `rng`: a wait that is missing shows as wrong numbers in some run. Shared memory starts unwritten, and is unwritten again where a
-copy is on its way to it; reading it there, an access outside of the tensors, a barrier that nobody completes and unknown instructions are
-errors. The sums of a product are NaN until it is waited for. Where the launch lets the kernel begin before the one before it has ended,
-that one ends at any time, and until a thread of a block has waited for it, the block may only read weights.
+`Launch` is one captured launch, `Machine` runs it: warps of 32 lanes (numpy), blocks of a cluster together, clusters one after the other.
+Who goes next, and when an asynchronous copy or product happens between its start and the moment that it is waited for, is drawn from
+`rng`: a wait that is missing shows as wrong numbers in some run. Shared memory starts unwritten, and is unwritten again where a copy is on
+its way to it; reading it there, an access outside of the tensors, a barrier that nobody completes and unknown instructions are errors. The
+sums of a product are NaN until it is waited for. Where the launch lets the kernel begin before the one before it has ended, that one ends
+at any time, and until a thread of a block has waited for it, the block may only read weights.
 
 It knows what the kernels here use: mbarriers, TMA of whole boxes in and out with multicast, wgmma on operands with the 128-byte swizzle,
 stmatrix, named barriers, clusters with distributed shared memory, tcgen05 with NVFP4 operands in one block or a pair, and arithmetic (of
@@ -289,10 +289,9 @@ class Machine:
 
     def run(self) -> None:
         with np.errstate(all="ignore"):
-            clusters = self.rng.permutation(self.launch.grid[0] // self.launch.cluster)
-            for first in self.launch.cluster * clusters:
+            for first in range(0, self.launch.grid[0], self.launch.cluster):
                 self.before_ended = not self.launch.early
-                self.run_cluster(int(first))
+                self.run_cluster(first)
 
     def run_cluster(self, first: int) -> None:
         threads = int(np.prod(self.launch.block))
@@ -665,19 +664,6 @@ class Machine:
                 data[index] = new
             else:
                 self.write_shared(block, index, new)
-        return do
-
-    def atomic_add(self, instruction: Instruction):
-        """Of one lane."""
-        target, at, value = instruction.operands
-        at, value = self.address(at), self.read(value, np.uint32)
-
-        def do(warp, mask):
-            lane = self.single(warp, mask)
-            data, index = self.global_bytes(warp.block.waited, int(at(warp)[lane]) + np.arange(4), True)
-            old = data[index].view(np.uint32)
-            data[index] = (old + value(warp)[lane]).view(np.uint8)
-            self.write(warp, target, np.full(32, old[0], np.uint32), mask)
         return do
 
     def stmatrix(self, instruction: Instruction):
@@ -1107,8 +1093,7 @@ class Machine:
         (r"shfl\.sync\.idx\.b32", shuffle),
         (r"elect\.sync", elect),
         (r"ld\.param(\.v2|\.v4)?\.(b32|b64)", load_parameter),
-        (r"atom\.global\.acq_rel\.add\.u32", atomic_add),
-        (r"(ld|st)\.(global|shared|shared::cluster|shared::cta)(\.v2|\.v4)?\.(b16|b32|b64)", access),
+        (r"(ld|st)\.(global|shared|shared::cluster)(\.v2|\.v4)?\.(b16|b32|b64)", access),
         (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", stmatrix),
         (r"mapa\.shared::cluster\.u32", map_shared),
         (r"mbarrier\.init\.shared\.b64", mbarrier_init),

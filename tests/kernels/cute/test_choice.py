@@ -1,10 +1,8 @@
 """Tiles fit the GPU, and the chosen one is of the right kind and near what its predicted time says."""
 
-from dataclasses import replace
-
 import pytest
 
-from dsv4.kernels.cute.choice import choose, predicted_us, share_tail
+from dsv4.kernels.cute.choice import choose, predicted_us
 from dsv4.kernels.cute.tiles import COLUMNS_OUT, NVFP4_KINDS, SHARED_BYTES, STEPS, TENSOR_COLUMNS, TILES, TURN, Tile
 
 SHAPES = [(7168, 1536, 1), (7168, 512, 1), (1536, 65536, 1), (4096, 1024, 16), (16384, 7168, 1), (64, 64, 2), (192, 24, 1)]
@@ -47,35 +45,19 @@ def test_stages_of_a_block():
     assert Tile("nvfp4", 128, 128).block_stages(7168) == 28 and Tile("nvfp4", 128, 256, cluster=2).block_stages(272) == 2
 
 
-@pytest.mark.parametrize("tile", [t for t in TILES if t.tail], ids=lambda t: t.name)
-@pytest.mark.parametrize("k,n,batch", SHAPES)
-def test_a_tail_is_divided_where_that_is_faster(tile, k, n, batch):
-    """What the kernel relies on: each sharer has a turn of stages or more and a tile's at most. The same time where nothing is divided."""
-    for m in (1, 128, 1000, 8192):
-        clusters, at_once = tile.clusters(m, n, batch), 132 // tile.cluster
-        tail, rest = share_tail(tile, m, n, k, batch, 132), clusters % at_once
-        assert (tail.sharers == 0) == (rest == 0)
-        assert rest <= tail.sharers <= min(at_once, rest * tile.block_stages(k) // tile.turn)
-        assert tail.parts == (tail.sharers + rest - 1 if tail.sharers > rest else 0)
-        with_tail, without = (predicted_us(t, m, n, k, batch, 132) for t in (tile, replace(tile, tail=False)))
-        assert tail.parts or with_tail == without
-    assert share_tail(Tile("e4m3", 128, 192, 2, tail=True), 8192, 7168, 16384, 1, 132).sharers == 66  # for 26 pairs
-
-
 def test_large_products_are_cut_into_large_tiles_and_thin_ones_are_split():
-    assert replace(choose("bf16", 8192, 7168, 16384, 1, 132), tail=False) == Tile("bf16", 128, 256)
-    assert choose("bf16", 16, 512, 7168, 1, 132).split >= 4 or choose("bf16", 16, 512, 7168, 1, 132).tail
-    assert replace(choose("e4m3", 8192, 7168, 16384, 1, 132), tail=False) == Tile("e4m3", 128, 192, cluster=2)
+    assert choose("bf16", 8192, 7168, 16384, 1, 132) == Tile("bf16", 128, 256)
+    assert choose("bf16", 16, 512, 7168, 1, 132).split >= 4
+    assert choose("e4m3", 8192, 7168, 16384, 1, 132) == Tile("e4m3", 128, 192, cluster=2)
     assert choose("nvfp4", 8192, 7168, 16384, 1, 148) == Tile("nvfp4", 128, 256, cluster=2)
     assert choose("nvfp4", 16, 1536, 7168, 1, 148).columns == 128  # as many blocks as can be
     assert choose("nvfp4_swiglu", 64, 6144, 7168, 384, 148).cluster == 1  # a pair's lower block would have no rows
     assert choose("nvfp4_swiglu", 1024, 6144, 7168, 384, 148) == Tile("nvfp4_swiglu", 128, 256, cluster=2)
 
 
-# Tiles within 2 % of the fastest one on an H200; docs/measurements.md has the command of the sweep that these are from. It had no tiles of
-# 64 columns and no tails, whose times are guesses.
-FASTEST = {("bf16", 128, 1536, 7168): "64x128_s4", ("bf16", 128, 512, 7168): "64x128_s8", ("bf16", 128, 65536, 1536): "128x128 64x128",
-           ("bf16", 128, 6144, 7168): "64x128", ("bf16", 128, 4096, 2048): "64x128", ("bf16", 2048, 512, 7168): "64x128",
+# Tiles within 2 % of the fastest one on an H200; docs/measurements.md has the command of the sweep that these are from. Rows of bf16 at
+# M = 128 for which choice.py takes 64 x 64 are not among them: the sweep had none.
+FASTEST = {("bf16", 128, 1536, 7168): "64x128_s4", ("bf16", 128, 6144, 7168): "64x128", ("bf16", 2048, 512, 7168): "64x128",
            ("bf16", 2048, 1536, 7168): "128x192 128x192_c2", ("bf16", 2048, 7168, 16384): "128x128 128x128_c2",
            ("bf16", 8192, 7168, 16384): "128x256 128x192", ("e4m3", 128, 1536, 7168): "64x128_s4", ("e4m3", 128, 512, 7168): "64x128_s8",
            ("e4m3", 128, 65536, 1536): "128x128", ("e4m3", 128, 6144, 7168): "128x128_s2", ("e4m3", 128, 8192, 1536): "64x128",
@@ -86,7 +68,5 @@ FASTEST = {("bf16", 128, 1536, 7168): "64x128_s4", ("bf16", 128, 512, 7168): "64
 
 
 @pytest.mark.parametrize("kind,m,n,k", FASTEST)
-def test_of_the_measured_tiles_the_least_predicted_time_is_a_fast_one_s(kind, m, n, k):
-    measured = [t for t in TILES if t.kind == kind and t.columns > 64 and not t.tail]
-    least = min(measured, key=lambda t: predicted_us(t, m, n, k, 1, 132))
-    assert least.name in [f"gemm_{kind}_{tile}" for tile in FASTEST[kind, m, n, k].split()]
+def test_the_choice_is_a_tile_that_was_measured_to_be_fast(kind, m, n, k):
+    assert choose(kind, m, n, k, 1, 132).name in [f"gemm_{kind}_{tile}" for tile in FASTEST[kind, m, n, k].split()]

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from dsv4.formats import e2m1_to_float
-from dsv4.kernels.arrivals import arrivals
-from dsv4.kernels.cute.choice import Tail
 from dsv4.kernels.cute.gemm import KERNELS, gemm, gemm_nvfp4
 from dsv4.kernels.cute.grouped import grouped_nvfp4_linear, grouped_swiglu_nvfp4
 from dsv4.kernels.cute.tiles import Tile
@@ -26,7 +24,7 @@ from .test_grouped_nvfp4 import spread, tokens, weights_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's interpreter")
 SMALL, LARGE = Tile("bf16", 64, 128), Tile("bf16", 128, 192, cluster=2)
-SPLIT, TAIL = Tile("bf16", 64, 128, split=2), Tile("bf16", 64, 128, tail=True)
+SPLIT = Tile("bf16", 64, 128, split=2)
 NVFP4, OVERLAPPING = Tile("nvfp4", 128, 128), Tile("nvfp4", 128, 256)
 PAIR = Tile("nvfp4", 128, 128, cluster=2)
 SWIGLU, SWIGLU_PAIR, ROWS = Tile("nvfp4_swiglu", 128, 128), Tile("nvfp4_swiglu", 128, 128, cluster=2), Tile("nvfp4_grouped", 128, 256)
@@ -118,8 +116,8 @@ $L__end:
 
 def test_a_tensor_map_is_what_the_host_function_was_given(dsl):
     """x [70, 3 groups, 136] and out [70, 3, 264] of bf16; boxes of the tile, 128-byte swizzle."""
-    tensors = [(i + 1) << 40 for i in range(7)]
-    launch = emulated_kernel(LARGE).launch(tensors + [70, 264, 136, 3, 10, 0])
+    tensors = [(i + 1) << 40 for i in range(5)]
+    launch = emulated_kernel(LARGE).launch(tensors + [70, 264, 136, 3, 10])
     maps = [TensorMap.decode(p) for p in launch.parameters if len(p) == 128]
     assert maps == [TensorMap(1 << 40, 2, (136, 70, 3), (2, 3 * 136 * 2, 136 * 2), (64, 128, 1), True),
                     TensorMap(2 << 40, 2, (136, 264, 3), (2, 136 * 2, 264 * 136 * 2), (64, 96, 1), True),  # half of the tile's 192 rows
@@ -156,9 +154,6 @@ FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("a sum is in the wrong register", SMALL, r"stmatrix(\S+ \[%r\d+\]), \{(%r\d+), (%r\d+),", r"stmatrix\1, {\3, \2,"),
     ("the first product adds to what was there", SMALL, r"setp\.ne\.b32 (\s*%p\d+, %r\d+), 0;(\s+shl)", r"setp.ne.b32 \1, -1;\2"),
     ("x is asked for before the kernel before has ended", SMALL, r"griddepcontrol\.wait;", ""),
-    ("a tail's counter is not put back", TAIL, r"st\.global\.b32[^;]*;", ""),
-    ("a part of a tail counts twice", TAIL, r"(atom\S+\s+%r\d+, \[%rd\d+\]), 1;", r"\1, 2;"),
-    ("parts are added to the block's own", TAIL, "0f80000000", "0f47000000"),
     ("an instruction that it does not know", SMALL, r"fence\.proxy", "mystery.proxy"),
     ("nvfp4: a stage is filled while it is read", NVFP4, *without_wait(0)),
     ("nvfp4: a tile's sums go where others are read", NVFP4, *without_wait(1)),
@@ -211,10 +206,7 @@ def test_planted_faults_are_found(dsl, rng, monkeypatch, tile, pattern, becomes)
     broken.program = Program.parse(text)
     monkeypatch.setattr(emulate, "emulated_kernel", lambda _: broken)
     for module in ("gemm", "grouped"):
-        monkeypatch.setattr(f"dsv4.kernels.cute.{module}.processors", lambda device: 5 if tile.tail else 2)
-    if tile.tail:  # the last of six tiles, by four blocks of five
-        monkeypatch.setattr("dsv4.kernels.cute.gemm.share_tail", lambda *_: Tail(4, 4))
-        arrivals.cache_clear()  # what a fault leaves is nobody else's
+        monkeypatch.setattr(f"dsv4.kernels.cute.{module}.processors", lambda device: 2)
     if tile.grouped:
         groups, x = tokens(rng, spread(rng, [40, 0, 3, 130]), 4, 288)
         w1, w3 = weights_of(rng, 4, 96, 288, 8.0), weights_of(rng, 4, 96, 288, 8.0)
@@ -252,9 +244,8 @@ def test_accesses_outside_of_the_tensors_and_writes_to_inputs_are_found(dsl, rng
     """The kernel is told of a longer tensor than there is; of an output that is an input."""
     kernel = KERNELS[SPLIT]
     x, w, out = (torch.randn(*s, generator=rng).bfloat16() for s in ((64, 64), (128, 64), (64, 128)))
-    sizes = {"m": 64, "n": 136 if what == "w" else 128, "k": 64, "batch": 1, "processors": 2, "sharers": 0}
-    absent = dict.fromkeys(("x_scale", "w_scale", "partial", "arrivals"))
-    values = {"x": x, "w": w, "out": torch.empty(64, sizes["n"], dtype=torch.bfloat16)} | absent | sizes
+    sizes = {"m": 64, "n": 136 if what == "w" else 128, "k": 64, "batch": 1, "processors": 2}
+    values = {"x": x, "w": w, "x_scale": None, "w_scale": None, "out": torch.empty(64, sizes["n"], dtype=torch.bfloat16)} | sizes
     if what == "out":
         values["out"] = out[:60].contiguous()
     assert kernel.arguments["out"] == OUT
