@@ -51,9 +51,14 @@ class Tile:
         return self.nvfp4 and self.kind != "nvfp4"
 
     @property
+    def scaled(self) -> bool:
+        """Whether the operands are e4m3 with their scales."""
+        return BITS[self.kind] == 8
+
+    @property
     def in_turns(self) -> bool:
         """e4m3: whether a warpgroup has registers for two sets of products, and goes through K in turns of TURN stages."""
-        return self.kind == "e4m3" and self.columns == SCALE_BLOCK
+        return self.scaled and self.columns == SCALE_BLOCK
 
     @property
     def depth(self) -> int:
@@ -66,7 +71,7 @@ class Tile:
         if self.nvfp4:
             return ((self.rows + self.columns // self.cluster) * STAGE_WIDTH +
                     (self.rows + self.columns) // 128 * STEPS * SCALE_TILE)
-        return (self.rows + self.columns) * STAGE_WIDTH + (4 * self.rows if self.kind == "e4m3" else 0)
+        return (self.rows + self.columns) * STAGE_WIDTH + (4 * self.rows if self.scaled else 0)
 
     @property
     def stages(self) -> int:
@@ -88,7 +93,7 @@ class Tile:
     @property
     def turn(self) -> int:
         """Stages of which a block goes through a multiple; with a wide e4m3 tile, the whole ring."""
-        return TURN if self.in_turns else self.stages if self.kind == "e4m3" else 1
+        return TURN if self.in_turns else self.stages if self.scaled else 1
 
     def block_stages(self, k: int) -> int:
         """Stages that one block goes through for a tile. Those beyond K bring zeros."""
