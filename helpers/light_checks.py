@@ -408,6 +408,7 @@ def test_files() -> dict[str, list[str]]:
     others = {"test_prompts.py": [*formats, "arrange_tokens"],
               "test_grouped.py": ["group_choices", "group_nvfp4", "sum_choices"],
               "cute/test_gemm.py": ["gemm_bf16", "gemm_e4m3"], "cute/test_gemm_nvfp4.py": ["gemm_nvfp4"],
+              "cute/test_grouped_gemm.py": ["gemm_bf16_grouped", "gemm_e4m3_grouped"],
               "cute/test_grouped_nvfp4.py": ["gemm_nvfp4_grouped", "gemm_nvfp4_swiglu"]}
     return found | {name: of for name, of in others.items() if (TESTS / name).exists()}
 

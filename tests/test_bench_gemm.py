@@ -7,7 +7,7 @@ import torch
 
 from dsv4.config import PRESETS
 from dsv4.formats import e2m1_to_float
-from dsv4.kernels.cute import gemm
+from dsv4.kernels.cute import gemm, grouped
 from dsv4.kernels.cute.tiles import TILES
 from dsv4.kernels.layouts import unpack_k_major, unswizzle_scales
 from dsv4.ops.nvfp4 import nvfp4_linear_ref
@@ -29,8 +29,22 @@ def on_cpu(monkeypatch):
         out = torch.einsum("mgk,gnk->mgn", x3, w.float().view(x3.shape[1], -1, w.shape[1])).bfloat16()
         return out if x.dim() == 3 else out[:, 0]
 
+    def by_expert(product, groups):
+        offsets = groups.offsets.tolist()
+        return torch.cat([product(e, slice(*ends)) for e, ends in enumerate(zip(offsets, offsets[1:], strict=False))])
+
+    def grouped_fp8(x, x_scale, groups, w, w_scale, tile=None):
+        tiles = [0, *((groups.offsets.diff() + 127) // 128).cumsum(0).tolist()]
+
+        def product(e, rows):
+            return fp8(x[rows], x_scale[:, 128 * tiles[e] : 128 * tiles[e + 1]], w[e], w_scale[e])
+        return by_expert(product, groups)
+
     monkeypatch.setattr(gemm, "gemm", bf16)
     monkeypatch.setattr(gemm, "gemm_fp8", fp8)
+    monkeypatch.setattr(grouped, "grouped_gemm", lambda x, groups, w, tile=None: by_expert(
+        lambda e, rows: (x[rows].float() @ w[e].float().T).bfloat16(), groups))
+    monkeypatch.setattr(grouped, "grouped_gemm_fp8", grouped_fp8)
     for name, few in (("COLD", 1), ("GRAPH_US", 1), ("MIN_CALLS", 1), ("WARM", 0), ("TIMED_SWEEP", 1)):
         monkeypatch.setattr(bench_gemm, name, few)
 
@@ -62,6 +76,36 @@ def test_every_row_of_the_table(on_cpu, monkeypatch, tmp_path, capsys):
         assert ("ratio" in row) != ("torch_refuses" in row)
     bf16 = [row for row in results if row["kind"] == "bf16"]
     assert all(row["ratio"] > 0 and row["torch_error"] < 3e-3 for row in bf16)
+
+
+def test_every_row_of_the_experts(on_cpu, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    arguments = ["--preset", "tiny", "--kinds", "bf16_grouped,e4m3_grouped", "--tokens", "1,150", "--device", "cpu", "--sweep"]
+    assert bench_gemm.main([*arguments, "--json", str(path)]) == 0
+    out, results = capsys.readouterr().out.splitlines(), json.loads(path.read_text())["results"]
+    assert len(out) == 2 + len(results) == 2 + 2 * 2 * 2  # w1 with w3, and w2
+    slots, experts = PRESETS["tiny"].num_experts_per_tok, PRESETS["tiny"].n_routed_experts
+    for row, text in zip(results, out[1:], strict=False):
+        assert text.startswith(row["row"]) and " TB/s" in text and row["us"] > 0 and row["tflops"] > 0 and row["tb_s"] > 0
+        assert row["rows"] == slots * row["tokens"] and row["experts_with_rows"] == (slots if row["tokens"] == 1 else experts)
+        assert row["error"] < 3e-3 and set(row["tiles"]) == {t.name for t in TILES if t.kind == row["kind"]}
+        if row["kind"] == "bf16_grouped":
+            assert row["torch_error"] < 3e-3 and row["ratio"] > 0 and "dense " in text
+        else:
+            assert row["torch_refuses"] == "torch has no grouped product with a scale per token and 128 of K"
+
+
+def test_experts_weights_are_repeated_few(on_cpu):
+    product = bench_gemm.Experts("e4m3_grouped", 40, 128, 32, 20, 3, CPU, cold=1)
+    (w,) = product.weights
+    assert w.shape == (20, 32, 128) and torch.equal(w[11].float(), w[3].float()) and not torch.equal(w[1].float(), w[0].float())
+    assert sorted(product.chosen.order.tolist()) == list(range(120)) and product.bytes == (20 * 32 + 120) * 128 + 2 * 120 * 32
+    assert [(name, k, n) for name, k, n in bench_gemm.expert_shapes(PRESETS["pro"])] == [
+        ("experts w1 w3", 7168, 6144), ("experts w2", 3072, 7168)]
+    exact = product.exact()
+    assert bench_gemm.error(product.ours(0), exact) < 3e-3
+    product.x_scale = product.x_scale.roll(128, 1)
+    assert bench_gemm.error(product.ours(0), exact) > 0.1
 
 
 def test_torchs_fp8_operands_are_the_same_numbers(on_cpu, monkeypatch):

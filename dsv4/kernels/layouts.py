@@ -89,7 +89,7 @@ class GroupedNvfp4(NamedTuple):
         """An expert's rows. Waits for the device."""
         first, last = groups.offsets[expert : expert + 2].tolist()
         wide = _tiles(1, self.values.shape[1] // 8)[1] * TILE_BYTES
-        tile = _first_tile(groups, expert) * wide
+        tile = _first_tiles(groups)[expert].item() * wide
         scales = self.scales[tile : tile + _tiles(last - first, 1)[0] * wide]
         return Nvfp4(self.values[first:last], scales, self.row_scales[first:last], True)
 
@@ -108,9 +108,23 @@ def plan_entries(rows: int, experts: int, height: int) -> int:
     return (rows + (height - 1) * min(rows, experts)) // height
 
 
-def _first_tile(groups: Groups, expert: int) -> int:
-    counts = groups.offsets[1:] - groups.offsets[:-1]
-    return (-(-counts[:expert] // SCALE_ROWS)).sum().item()
+def _first_tiles(groups: Groups) -> torch.Tensor:
+    """int64 [E]: the tile of scales that an expert's first row begins."""
+    tiles = (groups.offsets[1:] - groups.offsets[:-1] + SCALE_ROWS - 1) // SCALE_ROWS
+    return tiles.cumsum(0) - tiles
+
+
+def group_scales(scales: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """fp32 scales [B, N] of the rows of Groups, those of one block of K together -> [B, 128 * len(groups.tiles)], where each expert's rows
+    begin a tile of 128, as the plan has it; zeros in the fill. Does not wait for the device.
+
+    A copy of a tile's scales begins at a multiple of 16 bytes there, which an expert's first row need not.
+    """
+    row = torch.arange(scales.shape[1], dtype=torch.int32, device=scales.device)
+    expert = torch.searchsorted(groups.offsets[1:], row, right=True)
+    out = scales.new_zeros(len(scales), SCALE_ROWS * len(groups.tiles))
+    out[:, SCALE_ROWS * _first_tiles(groups)[expert] + row - groups.offsets[expert]] = scales
+    return out
 
 
 def grouped_operand(weights: Sequence[Weight]) -> GroupedOperand:

@@ -5,7 +5,7 @@ import torch
 
 from dsv4 import ops
 from dsv4.formats import Weight, quantize_nvfp4
-from dsv4.kernels.layouts import Nvfp4Operand, grouped_gate_up, grouped_operand, nvfp4_operand, plan_entries
+from dsv4.kernels.layouts import Nvfp4Operand, group_scales, grouped_gate_up, grouped_operand, nvfp4_operand, plan_entries
 from dsv4.ops.experts import Expert, Experts, moe_ref
 from dsv4.ops.nvfp4 import nvfp4_linear_ref
 
@@ -43,6 +43,17 @@ def test_there_are_never_more_entries_than_planned_for(rng):
             counts[e] += more
         assert plan_entries(rows, experts, height) >= sum(-(-c // height) for c in counts)
     assert plan_entries(6, 384, 128) == 6 and plan_entries(128, 1, 128) == 1 and plan_entries(129, 2, 128) == 2
+
+
+@pytest.mark.parametrize("S,k,E", [(1, 1, 1), (300, 3, 5), (2, 6, 384), (0, 2, 3)])
+def test_group_scales_are_where_the_plan_has_them(rng, S, k, E):
+    """Each expert's from its tile on; zeros in the rest, also of tiles that there are not."""
+    groups = ops.group_choices(draw(rng, S, k, E, max(1, E - 1)), E)
+    scales = torch.rand(3, S * k, generator=rng) + 1
+    want = torch.zeros(3, len(groups.tiles), 128)
+    for _, first, rows, tile in groups.tiles[: groups.counts[0]].tolist():
+        want[:, tile, :rows] = scales[:, first : first + rows]
+    assert torch.equal(group_scales(scales, groups), want.flatten(1))
 
 
 @pytest.mark.parametrize("swizzled", [False, True])

@@ -27,7 +27,7 @@ from .. import build as cuda_build
 from .tiles import ARCHITECTURES, DSL, TILES, Tile
 
 FOLDER = Path(__file__).parent
-SOURCES = ("compile.py", "gemm_sm90.py", "gemm_sm100.py", "gemm_sm100_grouped.py", "persistent.py", "tiles.py")
+SOURCES = ("compile.py", "gemm_sm90.py", "gemm_sm90_grouped.py", "gemm_sm100.py", "gemm_sm100_grouped.py", "persistent.py", "tiles.py")
 
 
 @dataclass(frozen=True)

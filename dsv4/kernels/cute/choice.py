@@ -2,25 +2,26 @@
 
 The constants of bf16 and e4m3 were fitted to every tile's time at Pro's and Flash's shapes on an H200 (docs/measurements.md has the
 command and how near the choice comes), for the order of the fastest tiles rather than for the times: those predicted for the chosen tiles
-are 0.81 to 1.19 of the measured ones, the lowest where a split product also waits for memory.
+are 0.81 to 1.19 of the measured ones, the lowest where a split product also waits for memory. Products an expert have the same constants;
+nobody has timed those.
 """
 
 from __future__ import annotations
 
 import functools
 
-from .tiles import BITS, NVFP4_KINDS, TILES, Tile
+from .tiles import BITS, HOPPER_KINDS, NVFP4_KINDS, TILES, Tile
 
 # us a stage. Half the tile takes more than half the time, most so with e4m3, whose one warpgroup multiplies and adds in turn. bf16 64 x 64
-# is a guess, here and in SHARED_LOADS: its 16 KB, 12 in a cluster, come from L2 at 95 KB a us of a processor.
+# is a guess: its 16 KB come from L2 at 95 KB a us of a processor.
 STAGE_US = {("bf16", 128, 256): 0.66, ("bf16", 128, 192): 0.50, ("bf16", 128, 128): 0.345, ("bf16", 64, 128): 0.19, ("bf16", 64, 64): 0.17,
             ("e4m3", 128, 192): 0.60, ("e4m3", 128, 128): 0.44, ("e4m3", 64, 128): 0.30}
 # nvfp4: guesses for a B200, which nobody has measured, from its 9,000 TFLOP/s and 8 TB/s: additions and multiplications a us of a
 # processor, bytes a us that it gets from L2, and the share of a load's time that is felt where the tensor cores take longer.
 NVFP4_FLOPS, NVFP4_L2_BYTES, LOADS_SHARE = 45e6, 110e3, 0.2
 # Times as long in a cluster of 2, which saves loads from L2: for few tiles these are the limit.
-SHARED_LOADS = {("bf16", 64): 0.76, ("bf16", 128): 1.01, ("bf16", 192): 1.01, ("bf16", 256): 1.01, ("e4m3", 128): 1.12, ("e4m3", 192): 0.98}
-MEMORY_BYTES = {"bf16": 3.7e6, "e4m3": 3.7e6, **dict.fromkeys(NVFP4_KINDS, 7e6)}  # a us, of the whole GPU
+SHARED_LOADS = {("bf16", 128): 1.01, ("bf16", 192): 1.01, ("bf16", 256): 1.01, ("e4m3", 128): 1.12, ("e4m3", 192): 0.98}
+MEMORY_BYTES = {**dict.fromkeys(HOPPER_KINDS, 3.7e6), **dict.fromkeys(NVFP4_KINDS, 7e6)}  # a us, of the whole GPU
 LAUNCH_US = 2.8
 TILE_US = 0.53  # storing a tile, 128 columns of it; the loads of the next tile go on
 SPLIT_US = 0.57  # meeting a cluster and adding up its sums, a block and 64 rows
@@ -34,7 +35,7 @@ def stage_us(tile: Tile) -> float:
         load = (tile.rows + tile.columns / tile.cluster) * 128 / NVFP4_L2_BYTES
         return max(load, multiply + LOADS_SHARE * load)
     shared = SHARED_LOADS[tile.kind, tile.columns] if tile.cluster > 1 else 1
-    return STAGE_US[tile.kind, tile.rows, tile.columns] * shared
+    return STAGE_US[tile.kind.removesuffix("_grouped"), tile.rows, tile.columns] * shared
 
 
 def predicted_us(tile: Tile, m: int, n: int, k: int, batch: int, processors: int) -> float:

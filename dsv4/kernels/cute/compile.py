@@ -24,6 +24,7 @@ from cutlass.cute.runtime import make_ptr
 
 from ..build import find_nvcc
 from .gemm_sm90 import Gemm
+from .gemm_sm90_grouped import GroupedGemm
 from .gemm_sm100 import Nvfp4Gemm
 from .gemm_sm100_grouped import GroupedNvfp4Gemm
 from .tiles import TILES, Tile
@@ -33,6 +34,9 @@ _GEMM = {"x_scale": Float32, "w_scale": Float32, "out": BFloat16}, {"m": Int32, 
 ARGUMENTS = {
     "bf16": ({"x": BFloat16, "w": BFloat16} | _GEMM[0], _GEMM[1]),
     "e4m3": ({"x": Float8E4M3FN, "w": Float8E4M3FN} | _GEMM[0], _GEMM[1]),
+    **{kind: ({"x": value, "w": value, "x_scale": Float32, "w_scale": Float32, "plan": Int32, "counts": Int32, "out": BFloat16},
+              {"m": Int32, "n": Int32, "k": Int32, "experts": Int32, "entries": Int32, "processors": Int32})
+       for kind, value in (("bf16_grouped", BFloat16), ("e4m3_grouped", Float8E4M3FN))},
     "nvfp4": ({"x": Uint8, "w": Uint8, "x_scale": Int32, "w_scale": Int32, "row_scales": Float32, "out": BFloat16},
               {"m": Int32, "n": Int32, "k": Int32, "processors": Int32, "scale": Float32}),
     **{kind: ({"x": Uint8, "w": Uint8, "x_scale": Int32, "w_scale": Int32, "row_scales": Float32, "scales": Float32, "plan": Int32,
@@ -40,7 +44,8 @@ ARGUMENTS = {
               {"m": Int32, "n": Int32, "k": Int32, "experts": Int32, "entries": Int32, "scale_tiles": Int32, "processors": Int32,
                "limit": Float32, "scale": Float32}) for kind, out in (("nvfp4_grouped", BFloat16), ("nvfp4_swiglu", Int32))},
 }
-KERNELS = {"bf16": Gemm, "e4m3": Gemm, "nvfp4": Nvfp4Gemm, "nvfp4_grouped": GroupedNvfp4Gemm, "nvfp4_swiglu": GroupedNvfp4Gemm}
+KERNELS = {"bf16": Gemm, "e4m3": Gemm, "bf16_grouped": GroupedGemm, "e4m3_grouped": GroupedGemm,
+           "nvfp4": Nvfp4Gemm, "nvfp4_grouped": GroupedNvfp4Gemm, "nvfp4_swiglu": GroupedNvfp4Gemm}
 SHIM = """
 // Declared here and not included: an object of one CUDA release must not depend on another one's headers.
 #include <pthread.h>  // and not <mutex>, with which this took three times as long to compile: 0.33 s a tile

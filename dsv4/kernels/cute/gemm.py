@@ -19,16 +19,20 @@ _ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "out": OUT
               "m": int, "n": int, "k": int, "batch": int, "processors": int}
 _NVFP4_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "out": OUT,
                     "m": int, "n": int, "k": int, "processors": int, "scale": float}
-_GROUPED_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "scales": WEIGHT, "plan": IN, "counts": IN,
-                      "order": IN, "weights": IN, "out": OUT, "out_scales": WORK, "out_row_scales": OUT, "m": int, "n": int, "k": int,
-                      "experts": int, "entries": int, "scale_tiles": int, "processors": int, "limit": float, "scale": float}
+_GROUPED_ARGUMENTS = {"x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "plan": IN, "counts": IN, "out": OUT,
+                      "m": int, "n": int, "k": int, "experts": int, "entries": int, "processors": int}
+_GROUPED_NVFP4_ARGUMENTS = {
+    "x": IN, "w": WEIGHT, "x_scale": IN, "w_scale": WEIGHT, "row_scales": IN, "scales": WEIGHT, "plan": IN, "counts": IN, "order": IN,
+    "weights": IN, "out": OUT, "out_scales": WORK, "out_row_scales": OUT, "m": int, "n": int, "k": int, "experts": int, "entries": int,
+    "scale_tiles": int, "processors": int, "limit": float, "scale": float}
 
 
 class CuteKernel(Kernel):
     """The C function of one tile."""
 
     def __init__(self, tile: Tile):
-        super().__init__(tile.name, _GROUPED_ARGUMENTS if tile.grouped else _NVFP4_ARGUMENTS if tile.nvfp4 else _ARGUMENTS)
+        one, grouped = (_NVFP4_ARGUMENTS, _GROUPED_NVFP4_ARGUMENTS) if tile.nvfp4 else (_ARGUMENTS, _GROUPED_ARGUMENTS)
+        super().__init__(tile.name, grouped if tile.grouped else one)
         self.tile = tile
 
     def built(self, arch: str) -> Path:

@@ -45,7 +45,7 @@ class Gemm(Persistent):
 
     def __init__(self, tile: Tile):
         super().__init__(tile)
-        self.scaled = tile.kind == "e4m3"
+        self.scaled = tile.scaled
         self.dtype = Float8E4M3FN if self.scaled else BFloat16
         self.groups = tile.rows // 64
         self.threads = (self.groups + 1) * WARPGROUP
@@ -62,12 +62,7 @@ class Gemm(Persistent):
         w = cute.make_tensor(w_address, cute.make_layout((n, k, batch), stride=(k, 1, matrix)))
         out = cute.make_tensor(out_address, cute.make_layout((m, n, batch), stride=(Int64(batch) * n, 1, n)))
 
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-        x_stages = cute.tile_to_shape(atom, (tile.rows, tile.depth, tile.stages), order=(0, 1, 2))
-        w_stages = cute.tile_to_shape(atom, (tile.columns, tile.depth, tile.stages), order=(0, 1, 2))
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        out_buffers = cute.tile_to_shape(atom, (64, COLUMNS_OUT, OUT_BUFFERS, self.groups), order=(0, 1, 2, 3))
-
+        x_stages, w_stages, out_buffers = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(tile.cluster > 1) else load
         load_x, x = cpasync.make_tiled_tma_atom(load, x, cute.select(x_stages, mode=[0, 1]), (tile.rows, tile.depth))
@@ -97,19 +92,7 @@ class Gemm(Persistent):
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
-        smem = cutlass.memory.SmemAllocator()
-        full = smem.allocate_array(Int64, tile.stages)
-        empty = smem.allocate_array(Int64, tile.stages)
-        ring = smem.allocate(tile.stages * tile.stage_bytes, byte_alignment=1024)
-        s_x = cute.make_tensor(cute.recast_ptr(ring, x_stages.inner, self.dtype), x_stages.outer)
-        s_w = cute.make_tensor(cute.recast_ptr(ring + tile.stages * tile.rows * 128, w_stages.inner, self.dtype), w_stages.outer)
-        s_scale = None
-        if const_expr(self.scaled):
-            scales = ring + tile.stages * (tile.rows + tile.columns) * 128
-            s_scale = cute.make_tensor(cute.recast_ptr(scales, dtype=Float32), cute.make_layout((tile.rows, 1, tile.stages)))
-        s_out = None
-        if const_expr(tile.split == 1):
-            s_out = smem.allocate_tensor(BFloat16, out_buffers.outer, byte_alignment=1024, swizzle=out_buffers.inner)
+        full, empty, ring, s_x, s_w, s_scale, s_out = self.shared(x_stages, w_stages, out_buffers)
         if thread == 0:
             for descriptor in [load_x, load_w, store_out]:
                 cpasync.prefetch_descriptor(descriptor)
@@ -174,6 +157,30 @@ class Gemm(Persistent):
             down, across, batch = self.place(first, rows_down, per_batch, Int32(0))
             self.add_up(self.partial_sums(ring), out, rank, down, across, batch, thread)
             self.sync_cluster()
+
+    def layouts(self) -> tuple:
+        """In shared memory, of the stages of x and of w and of the output's buffers."""
+        tile, kind = self.tile, warpgroup.SmemLayoutAtomKind.K_SW128
+        atom, out = warpgroup.make_smem_layout_atom(kind, self.dtype), warpgroup.make_smem_layout_atom(kind, BFloat16)
+        x_stages, w_stages = (cute.tile_to_shape(atom, (rows, tile.depth, tile.stages), order=(0, 1, 2))
+                              for rows in (tile.rows, tile.columns))
+        return x_stages, w_stages, cute.tile_to_shape(out, (64, COLUMNS_OUT, OUT_BUFFERS, self.groups), order=(0, 1, 2, 3))
+
+    def shared(self, x_stages: cute.ComposedLayout, w_stages: cute.ComposedLayout, out_buffers: cute.ComposedLayout) -> tuple:
+        """(barriers full and empty, the ring, its stages of x, of w and of x's scales, the output's buffers)"""
+        tile, smem = self.tile, cutlass.memory.SmemAllocator()
+        full = smem.allocate_array(Int64, tile.stages)
+        empty = smem.allocate_array(Int64, tile.stages)
+        ring = smem.allocate(tile.stages * tile.stage_bytes, byte_alignment=1024)
+        s_x = cute.make_tensor(cute.recast_ptr(ring, x_stages.inner, self.dtype), x_stages.outer)
+        s_w = cute.make_tensor(cute.recast_ptr(ring + tile.stages * tile.rows * 128, w_stages.inner, self.dtype), w_stages.outer)
+        s_scale, s_out = None, None
+        if self.scaled:
+            scales = ring + tile.stages * (tile.rows + tile.columns) * 128
+            s_scale = cute.make_tensor(cute.recast_ptr(scales, dtype=Float32), cute.make_layout((tile.rows, 1, tile.stages)))
+        if tile.split == 1:
+            s_out = smem.allocate_tensor(BFloat16, out_buffers.outer, byte_alignment=1024, swizzle=out_buffers.inner)
+        return full, empty, ring, s_x, s_w, s_scale, s_out
 
     def mma(self) -> cute.TiledMma:
         """One warpgroup's wgmma: 64 rows of x by all columns of the tile."""
@@ -369,9 +376,9 @@ class Gemm(Persistent):
 
     @cute.jit
     def store(self, sums: cute.Tensor, s_out: cute.Tensor, store_out: cute.CopyAtom, stored: cute.Tensor,
-              down: Int32, across: Int32, batch: Int32, thread: Int32):
+              down: Int32, across: Int32, batch: Int32, thread: Int32, rows: Int32 | None = None, out: cute.Tensor | None = None):
         """A warpgroup's 64 rows, COLUMNS_OUT columns at a time: rounded, put into shared memory and stored by TMA, which leaves out what
-        is beyond m and n. The loader is at the next tile meanwhile."""
+        is beyond m and n. The loader is at the next tile meanwhile. rows, out: what `send` of a grouped product needs."""
         group, lane = thread // WARPGROUP, thread % WARPGROUP
         buffers = s_out[None, None, None, group]
         to_smem = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
@@ -393,9 +400,16 @@ class Gemm(Persistent):
             cute.copy(copy, rounded, target[None, None, None, part % OUT_BUFFERS])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # the buffer is full
-            if lane < WARP:
-                cute.copy(store_out, from_smem[None, part % OUT_BUFFERS], to_out[None, down, across * parts + part, batch])
-                cute.arch.cp_async_bulk_commit_group()
+            self.send(store_out, from_smem, to_out, buffers, part, down, across, batch, lane, rows, out)
+
+    @cute.jit
+    def send(self, store_out: cute.CopyAtom, from_smem: cute.Tensor, to_out: cute.Tensor, buffers: cute.Tensor, part: cutlass.Constexpr,
+             down: Int32, across: Int32, batch: Int32, lane: Int32, rows: Int32 | None, out: cute.Tensor | None):
+        """A full buffer to its place."""
+        if lane < WARP:
+            column = across * (self.tile.columns // COLUMNS_OUT) + part
+            cute.copy(store_out, from_smem[None, part % OUT_BUFFERS], to_out[None, down, column, batch])
+            cute.arch.cp_async_bulk_commit_group()
 
     # ------------------------------------------------------------------------------------------------------------- split
 

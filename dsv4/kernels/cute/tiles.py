@@ -15,16 +15,17 @@ SCALE_TILE = 512  # nvfp4: bytes of scales for 128 rows and 64 values of K (layo
 STEPS = 4  # nvfp4: products of 64 values of K in a stage
 TENSOR_COLUMNS = 512  # nvfp4: of tensor memory
 NVFP4_KINDS = "nvfp4", "nvfp4_grouped", "nvfp4_swiglu"  # one product; one an expert; the same with SwiGLU behind it
-ARCHITECTURES = {"bf16": ("sm_90a",), "e4m3": ("sm_90a",), **dict.fromkeys(NVFP4_KINDS, ("sm_100a", "sm_103a"))}  # of each kind
+HOPPER_KINDS = "bf16", "e4m3", "bf16_grouped", "e4m3_grouped"  # one product; one an expert
+ARCHITECTURES = {**dict.fromkeys(HOPPER_KINDS, ("sm_90a",)), **dict.fromkeys(NVFP4_KINDS, ("sm_100a", "sm_103a"))}  # of each kind
 TURN = 4  # e4m3: stages between two moments without a product in flight (gemm_sm90.py says why)
-BITS = {"bf16": 16, "e4m3": 8, **dict.fromkeys(NVFP4_KINDS, 4)}  # of a value
+BITS = {"bf16": 16, "e4m3": 8, "bf16_grouped": 16, "e4m3_grouped": 8, **dict.fromkeys(NVFP4_KINDS, 4)}  # of a value
 
 
 @dataclass(frozen=True)
 class Tile:
     """rows x columns of the output are one block's at a time (rows: tokens, columns: rows of the weight).
 
-    kind: "bf16", "e4m3" or one of NVFP4_KINDS. cluster: blocks one below the other that share each load of the weight; with nvfp4, 2 of
+    kind: one of HOPPER_KINDS or NVFP4_KINDS. cluster: blocks one below the other that share each load of the weight; with nvfp4, 2 of
     them are a pair whose tensor cores take one product. split: blocks that divide K among them. One of the two is 1.
     """
 
@@ -46,14 +47,19 @@ class Tile:
         return self.kind in NVFP4_KINDS
 
     @property
+    def scaled(self) -> bool:
+        """Whether the operands are e4m3 with their scales."""
+        return BITS[self.kind] == 8
+
+    @property
     def grouped(self) -> bool:
         """Whether there is a product an expert, of as many tokens as chose it."""
-        return self.nvfp4 and self.kind != "nvfp4"
+        return self.kind not in ("bf16", "e4m3", "nvfp4")
 
     @property
     def in_turns(self) -> bool:
         """e4m3: whether a warpgroup has registers for two sets of products, and goes through K in turns of TURN stages."""
-        return self.kind == "e4m3" and self.columns == SCALE_BLOCK
+        return self.scaled and self.columns == SCALE_BLOCK
 
     @property
     def depth(self) -> int:
@@ -66,13 +72,13 @@ class Tile:
         if self.nvfp4:
             return ((self.rows + self.columns // self.cluster) * STAGE_WIDTH +
                     (self.rows + self.columns) // 128 * STEPS * SCALE_TILE)
-        return (self.rows + self.columns) * STAGE_WIDTH + (4 * self.rows if self.kind == "e4m3" else 0)
+        return (self.rows + self.columns) * STAGE_WIDTH + (4 * self.rows if self.scaled else 0)
 
     @property
     def stages(self) -> int:
         """As many as fit beside the barriers (1 KB, to the next multiple of 1 KB) and the two buffers of a warpgroup's output, which split
-        and grouped products have not."""
-        out = 0 if self.split > 1 or self.grouped else 2 * self.rows * COLUMNS_OUT * 2
+        products and Blackwell's grouped ones have not."""
+        out = 0 if self.split > 1 or (self.nvfp4 and self.grouped) else 2 * self.rows * COLUMNS_OUT * 2
         return min(MAX_STAGES, (SHARED_BYTES - 1024 - out) // self.stage_bytes)
 
     @property
@@ -88,7 +94,7 @@ class Tile:
     @property
     def turn(self) -> int:
         """Stages of which a block goes through a multiple; with a wide e4m3 tile, the whole ring."""
-        return TURN if self.in_turns else self.stages if self.kind == "e4m3" else 1
+        return TURN if self.in_turns else self.stages if self.scaled else 1
 
     def block_stages(self, k: int) -> int:
         """Stages that one block goes through for a tile. Those beyond K bring zeros."""
@@ -102,10 +108,12 @@ def _tiles() -> tuple[Tile, ...]:
         for size in sizes:
             tile = Tile(kind, *size)
             found.append(tile)
-            if tile.rows == 128 or tile.columns == 64:
+            if tile.rows == 128:
                 found.append(replace(tile, cluster=2))
             if tile.columns <= 128:
                 found += [replace(tile, split=s) for s in (2, 4, 8) if s < 8 or tile.columns == 128]
+    # A plan's entries (layouts.Groups) have 128 rows. The experts' tiles are enough for all processors, so K is not split.
+    found += [Tile(f"{kind}_grouped", *size) for kind, sizes in whole.items() for size in sizes if size[0] == 128]
     return *found, *(Tile(kind, 128, columns, cluster) for kind in NVFP4_KINDS for columns in (128, 256) for cluster in (1, 2))
 
 

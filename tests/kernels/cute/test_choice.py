@@ -3,7 +3,7 @@
 import pytest
 
 from dsv4.kernels.cute.choice import choose, predicted_us
-from dsv4.kernels.cute.tiles import COLUMNS_OUT, NVFP4_KINDS, SHARED_BYTES, STEPS, TENSOR_COLUMNS, TILES, TURN, Tile
+from dsv4.kernels.cute.tiles import COLUMNS_OUT, HOPPER_KINDS, NVFP4_KINDS, SHARED_BYTES, STEPS, TENSOR_COLUMNS, TILES, TURN, Tile
 
 SHAPES = [(7168, 1536, 1), (7168, 512, 1), (1536, 65536, 1), (4096, 1024, 16), (16384, 7168, 1), (64, 64, 2), (192, 24, 1)]
 
@@ -12,7 +12,7 @@ SHAPES = [(7168, 1536, 1), (7168, 512, 1), (1536, 65536, 1), (4096, 1024, 16), (
 def test_tiles_fit(tile):
     """Ring, barriers, output; the split blocks' partial sums where the ring was."""
     assert tile.stages >= (3 if tile.nvfp4 else 4) and 1 in (tile.cluster, tile.split)
-    out = 0 if tile.split > 1 or tile.grouped else 2 * tile.rows * 64 * 2
+    out = 0 if tile.split > 1 or (tile.nvfp4 and tile.grouped) else 2 * tile.rows * 64 * 2
     assert 1024 + tile.stages * tile.stage_bytes + out <= SHARED_BYTES
     assert tile.rows * (tile.columns + 8) * 4 <= tile.stages * tile.stage_bytes
     assert tile.rows % tile.split == 0
@@ -26,7 +26,7 @@ def test_tensor_memory_has_room(tile):
     assert 0 <= tile.columns - tile.sums_apart <= COLUMNS_OUT
 
 
-@pytest.mark.parametrize("kind", ["bf16", "e4m3", *NVFP4_KINDS])
+@pytest.mark.parametrize("kind", [*HOPPER_KINDS, *NVFP4_KINDS])
 @pytest.mark.parametrize("k,n,batch", SHAPES)
 def test_the_choice_is_the_least_time_of_its_kind(kind, k, n, batch):
     for m in (1, 3, 64, 128, 1000, 8192):
@@ -53,6 +53,9 @@ def test_large_products_are_cut_into_large_tiles_and_thin_ones_are_split():
     assert choose("nvfp4", 16, 1536, 7168, 1, 148).columns == 128  # as many blocks as can be
     assert choose("nvfp4_swiglu", 64, 6144, 7168, 384, 148).cluster == 1  # a pair's lower block would have no rows
     assert choose("nvfp4_swiglu", 1024, 6144, 7168, 384, 148) == Tile("nvfp4_swiglu", 128, 256, cluster=2)
+    assert choose("bf16_grouped", 1024, 6144, 7168, 384, 132).columns > 128  # with fewer rows memory is the limit of all
+    assert choose("e4m3_grouped", 1024, 6144, 7168, 384, 132).columns == 192
+    assert choose("e4m3_grouped", 1, 512, 4096, 6, 132).columns == 128  # as many blocks as can be
 
 
 # Tiles within 2 % of the fastest one on an H200; docs/measurements.md has the command of the sweep that these are from. Rows of bf16 at

@@ -12,7 +12,7 @@ from dsv4.kernels.cute.grouped import grouped_nvfp4_linear, grouped_swiglu_nvfp4
 from dsv4.kernels.cute.tiles import Tile
 from dsv4.kernels.launch import OUT
 from dsv4.kernels.layouts import grouped_gate_up, grouped_operand, nvfp4_operand
-from dsv4.ops.grouped import grouped_nvfp4_linear_ref, grouped_swiglu_nvfp4_ref
+from dsv4.ops.grouped import group_choices_ref, grouped_nvfp4_linear_ref, grouped_swiglu_nvfp4_ref
 from dsv4.ops.nvfp4 import nvfp4_linear_ref, to_nvfp4_ref, unpack_nvfp4
 
 from ...emulator.emulator import ON_GPU
@@ -20,6 +20,7 @@ from ..weights import any_weight
 from . import emulate, ptx
 from .emulate import emulated, emulated_kernel
 from .ptx import Launch, Machine, Program, PtxError, TensorMap
+from .test_grouped_gemm import exact_values, multiply, operands
 from .test_grouped_nvfp4 import spread, tokens, weights_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's interpreter")
@@ -28,6 +29,7 @@ SPLIT = Tile("bf16", 64, 128, split=2)
 NVFP4, OVERLAPPING = Tile("nvfp4", 128, 128), Tile("nvfp4", 128, 256)
 PAIR = Tile("nvfp4", 128, 128, cluster=2)
 SWIGLU, SWIGLU_PAIR, ROWS = Tile("nvfp4_swiglu", 128, 128), Tile("nvfp4_swiglu", 128, 128, cluster=2), Tile("nvfp4_grouped", 128, 256)
+BF16_ROWS, E4M3_ROWS = Tile("bf16_grouped", 128, 128), Tile("e4m3_grouped", 128, 192)
 
 
 def test_formats_are_torchs(rng):
@@ -138,6 +140,7 @@ def entry(part, becomes):
     return r"(ld\.global\.v4\.b32\s+\{(%r\d+), (%r\d+), (%r\d+), (%r\d+)\}[^;]*;)", r"\1 " + change
 
 
+LAST_ENTRY = r"\A(.*?)(ld\.global\.b32 \s*(%r\d+)[^;]*;)", r"\1\2 add.s32 \3, \3, -1;"  # (pattern, replacement): is left out
 FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("products are not waited for", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;"),
     ("a stage is given back while it is read", SMALL, r"wgmma\.wait_group\.sync\.aligned\s+1;", ""),
@@ -183,7 +186,7 @@ FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("swiglu: a row too far down", SWIGLU, *entry(2, None)),
     ("swiglu: scales are another expert's", SWIGLU, *entry(4, 0)),
     ("swiglu: w1's scale is w3's", SWIGLU, r"ld\.global\.v2\.b32 \s*\{(%r\d+), (%r\d+)\}", r"ld.global.v2.b32 {\2, \1}"),
-    ("swiglu: the last entry is left out", SWIGLU, r"\A(.*?)(ld\.global\.b32 \s*(%r\d+)[^;]*;)", r"\1\2 add.s32 \3, \3, -1;"),
+    ("swiglu: the last entry is left out", SWIGLU, *LAST_ENTRY),
     ("swiglu: nothing is clamped", SWIGLU, r"setp\.lt\.f32 (\s*%p\d+), (%r\d+), (%r\d+);", r"setp.lt.f32 \1, \2, \2;"),
     ("swiglu: codes in another order", SWIGLU, r"\{e2m1_0, e2m1_1,", "{e2m1_1, e2m1_0,"),
     ("swiglu: scales in another order", SWIGLU, r"(cvt\.rn\.satfinite\.e4m3x2\.f32 \S+) (\S+), (\S+);", r"\1 \3, \2;"),
@@ -191,6 +194,17 @@ FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("swiglu: a pair's lower block tells itself", SWIGLU_PAIR, r"and\.b32 (\s*%r\d+, %r\d+), -16777224;", r"and.b32 \1, -8;"),
     ("grouped: overlapping sums go where others are read", ROWS, *without_wait(1)),
     ("grouped: a tile has more rows than the expert", ROWS, *entry(3, 128)),
+    ("bf16 of experts: a tile has more rows than the expert", BF16_ROWS, *entry(3, 128)),
+    ("bf16 of experts: a tile has fewer rows than the expert", BF16_ROWS, *entry(3, 64)),
+    ("bf16 of experts: the weight is another expert's", BF16_ROWS, *entry(1, 0)),
+    ("bf16 of experts: a row too far down", BF16_ROWS, *entry(2, None)),
+    ("bf16 of experts: the last entry is left out", BF16_ROWS, *LAST_ENTRY),
+    ("bf16 of experts: values in another order", BF16_ROWS, r"(st\.global\.v4\.b32\s+\[%rd\d+\S*) \{(%r\d+), (%r\d+),", r"\1 {\3, \2,"),
+    ("bf16 of experts: rows leave before they are complete", BF16_ROWS, r"bar\.sync\s+%r\d+, 128;", ""),
+    ("bf16 of experts: a warpgroup without rows keeps the stages", BF16_ROWS, r"(.*)mbarrier\.arrive\.shared\.b64[^;]*;", r"\1"),
+    ("e4m3 of experts: scales are another expert's", E4M3_ROWS, *entry(4, 0)),
+    ("e4m3 of experts: the weight is another expert's", E4M3_ROWS, *entry(1, 0)),
+    ("e4m3 of experts: a warpgroup without rows keeps its turn", E4M3_ROWS, r"(.*)bar\.arrive[^;]*;", r"\1"),
     ("grouped: values in another order", ROWS, r"(st\.global\.v4\.b32\s+\[%rd\d+\S*) \{(%r\d+), (%r\d+),", r"\1 {\3, \2,"),
 ]
 
@@ -205,9 +219,16 @@ def test_planted_faults_are_found(dsl, rng, monkeypatch, tile, pattern, becomes)
     assert count, "the fault is nowhere in this PTX"
     broken.program = Program.parse(text)
     monkeypatch.setattr(emulate, "emulated_kernel", lambda _: broken)
+    count = 3 if tile in (BF16_ROWS, E4M3_ROWS) else 2  # with two columns of tiles: experts' tiles are not run in the order of their rows
     for module in ("gemm", "grouped"):
-        monkeypatch.setattr(f"dsv4.kernels.cute.{module}.processors", lambda device: 2)
-    if tile.grouped:
+        monkeypatch.setattr(f"dsv4.kernels.cute.{module}.processors", lambda device: count)
+    if tile.grouped and not tile.nvfp4:
+        groups = group_choices_ref(spread(rng, [40, 0, 3, 130]), 4)
+        given = operands(rng, tile.kind, groups, 64 * 11, 200)
+        x, w = exact_values(given, groups)
+        expert = torch.searchsorted(groups.offsets[1:], torch.arange(173, dtype=torch.int32), right=True)
+        run, exact = (lambda: multiply(given, groups, tile)), torch.einsum("rk,rnk->rn", x, w[expert])
+    elif tile.grouped:
         groups, x = tokens(rng, spread(rng, [40, 0, 3, 130]), 4, 288)
         w1, w3 = weights_of(rng, 4, 96, 288, 8.0), weights_of(rng, 4, 96, 288, 8.0)
         w, weights = grouped_gate_up(w1, w3), torch.rand(173, 1, generator=rng) + 0.5
