@@ -124,19 +124,18 @@ def measure_experts(config: ModelConfig, packed: PackedExperts, values, m: int, 
     factors, no_shared = packed.factors[:E], torch.zeros(m, D, device=device)
     routing = prompts.route(chosen, weights, E)
 
-    def gather():
-        return prompts.arrange(x, False, routing.source)
+    def gather(by=routing):
+        return prompts.arrange(x, False, by.source)
 
-    def first(of=None, most=None):
-        return prompts.expert_up(of or rows, packed.up_routed, up, down, factors, inner, limit, routing, most)
+    def first(of=None, most=None, by=routing):
+        return prompts.expert_up(of or rows, packed.up_routed, up, down, factors, inner, limit, by, most)
 
-    def second(of=None, most=None):
-        return prompts.expert_down(of or hidden, packed.down_routed, down, factors, D, routing, most)
+    def second(of=None, most=None, by=routing):
+        return prompts.expert_down(of or hidden, packed.down_routed, down, factors, D, by, most)
 
     def everything():
-        nonlocal routing
-        routing = prompts.route(chosen, weights, E)
-        return grouped.sum_choices(second(first(gather())), routing.groups, no_shared)
+        by = prompts.route(chosen, weights, E)
+        return grouped.sum_choices(second(first(gather(by), by=by), by=by), by.groups, no_shared)
 
     rows = gather()
     hidden = first()

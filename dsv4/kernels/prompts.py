@@ -14,10 +14,9 @@ import torch
 
 from ..formats import Weight
 from . import PROMPT_TOKENS
-from .arrivals import arrivals
 from .experts import PackedExperts
 from .grouped import MAX_SLOTS, group_choices, sum_choices
-from .launch import IN, INOUT, OUT, WEIGHT, WORK, Kernel, expect
+from .launch import IN, OUT, WEIGHT, Kernel, expect
 from .layouts import Groups
 from .linear import PackedWeights
 from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
@@ -27,19 +26,16 @@ MOST = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens of a tile: widths of the ten
 BLOCK_ROWS, MAX_MATRICES = 256, 384  # these as in cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
-# Parts along K are those with which a step of 1,024 tokens takes the least time on an H200, which has 132 processors. A part has 512
-# columns or more, and there are at most 2 parts for each processor, so that their sums take at most 34 MB.
-_PART_BLOCKS, _PART_COLUMNS, _MOST_PARTS = 132, 512, 8
 # Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns of 256 rows, by the product's
-# width. Of storing, a token. Of the end of a part: its sums go to L2; behind a fence and a counter, the last block gets those of all.
+# width. Of storing, a token. Of two parts, for which two processors are a pair: of sending half of the sums, a token, and of meeting.
+_PARTS_BLOCKS, _PART_COLUMNS = 132, 512  # the H200's, for which parts are chosen; columns that a part has at least
 _CHUNK_CYCLES = {8: 460, 16: 490, 24: 540, 32: 580, 48: 650, 64: 740, 80: 840, 96: 930, 112: 1060, 128: 1170}
-_STORE_CYCLES, _LEAVE_CYCLES, _ADD_CYCLES, _ARRIVE_CYCLES = 28, 32, 22, 2000
+_STORE_CYCLES, _SEND_CYCLES, _MEET_CYCLES = 28, 16, 1000
 _SPREAD = (-2, -1, 0, 1, 2, 3)  # standard deviations from the mean number of an expert's tokens, if each token chose at random
-_COUNTERS = 1024  # at least, so that nearly all products share one set
 
-_ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "partial": WORK,
-              "arrivals": INOUT, "rows": int, "columns": int, "x_columns": int, "matrices": int, "result": int, "most": int, "parts": int,
-              "short_order": int, "blocks": int, "factor": float, "limit": float}
+_ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "rows": int, "columns": int,
+              "x_columns": int, "matrices": int, "result": int, "most": int, "parts": int, "short_order": int, "blocks": int,
+              "factor": float, "limit": float}
 _bf16 = Kernel("packed_gemm_bf16", _ARGUMENTS)
 _fp8 = Kernel("packed_gemm_fp8", _ARGUMENTS)
 _nvfp4 = Kernel("packed_gemm_nvfp4", _ARGUMENTS)
@@ -58,7 +54,7 @@ class Arranged(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a product is cut: tiles of up to `most` tokens (by 256 packed rows), each in `parts` along K."""
+    """How a product is cut: tiles of up to `most` tokens (by 256 packed rows), each in `parts` along K, 1 or 2."""
 
     most: int
     parts: int
@@ -110,22 +106,22 @@ def arrange(x: torch.Tensor, short_order: bool, source: torch.Tensor | None = No
 
 @functools.cache
 def parts_of(across: int, columns: int) -> int:
-    """Into how many parts the columns of a weight of `across` times 256 rows are cut for a step of up to PROMPT_TOKENS tokens. By the
-    weight alone: it is the order of additions, and a token's result shall not depend on the others of its step."""
-    most_parts = min(_MOST_PARTS, columns // _PART_COLUMNS, 2 * _PART_BLOCKS // (across * -(-PROMPT_TOKENS // max(MOST))))
-    return min(range(1, max(1, most_parts) + 1),
-               key=lambda parts: min(_busiest(PROMPT_TOKENS, across, columns, None, _PART_BLOCKS, Cut(most, parts)) for most in MOST))
+    """Into how many parts, 1 or 2, the columns of a weight of `across` times 256 rows are cut for a step of up to PROMPT_TOKENS tokens:
+    2 if an H200 takes a twentieth less time then for PROMPT_TOKENS. By the weight alone: it is the order of additions, and a token's
+    result shall not depend on the others of its step."""
+    one, two = (min(_busiest(PROMPT_TOKENS, across, columns, None, _PARTS_BLOCKS, Cut(most, parts)) for most in MOST) for parts in (1, 2))
+    return 2 if columns >= 2 * _PART_COLUMNS and two < 0.95 * one else 1
 
 
-def _width(tokens: int) -> int:
+def _width(tokens: int, parts: int) -> int:
     """Columns of the tensor cores' product for so many tokens (cuda/packed_gemm.cuh)."""
-    return -(-tokens // 8) * 8 if tokens <= 32 else -(-tokens // 16) * 16
+    return -(-tokens // 8) * 8 if tokens <= 32 and parts == 1 else -(-tokens // 16) * 16
 
 
 def _cycles(width: int, columns: int, parts: int) -> float:
-    """A block's time for one part of a tile of 256 rows, of the last one to arrive."""
-    end = _STORE_CYCLES + (_LEAVE_CYCLES + _ADD_CYCLES * parts if parts > 1 else 0)
-    return -(-columns // CHUNK) / parts * _CHUNK_CYCLES[width] + end * width + _ARRIVE_CYCLES * (parts > 1)
+    """A block's time for one part of a tile of 256 rows."""
+    end = _STORE_CYCLES * width if parts == 1 else (_STORE_CYCLES / 2 + _SEND_CYCLES) * width + _MEET_CYCLES
+    return -(-columns // CHUNK) / parts * _CHUNK_CYCLES[width] + end
 
 
 def _busiest(tokens: int, across: int, columns: int, experts: int | None, blocks: int, cut: Cut) -> float:
@@ -136,7 +132,7 @@ def _busiest(tokens: int, across: int, columns: int, experts: int | None, blocks
         counts = [max(0, round(mean + z * mean**0.5)) for z in _SPREAD]
     for count in counts:
         whole, rest = divmod(count, cut.most)
-        times += [_cycles(_width(n), columns, cut.parts) for n in [cut.most] * whole + [rest] * (rest > 0)]
+        times += [_cycles(_width(n, cut.parts), columns, cut.parts) for n in [cut.most] * whole + [rest] * (rest > 0)]
     tiles = across * (experts or 1) * cut.parts / len(counts)  # for each of these times
     return max(sum(times) * tiles / blocks, max(times) * -(-len(times) * tiles // blocks)) if times else 0
 
@@ -156,14 +152,10 @@ def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1
     if offsets is None:
         across *= matrices
     chosen = cut(rows, across, x.columns, None if offsets is None else matrices, blocks)
-    most, parts, partial, counters = most or chosen.most, chosen.parts, None, None
-    if parts > 1:
-        tiles = across * -(-rows // most)
-        partial = torch.empty(tiles * parts * BLOCK_ROWS * most, device=device)
-        counters = arrivals("packed_gemm", device, max(_COUNTERS, 1 << (tiles - 1).bit_length()))
-    _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, partial=partial,
-                 arrivals=counters, rows=rows, columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most,
-                 parts=parts, short_order=int(short_order), blocks=blocks, factor=factor, limit=limit)
+    most, parts = most or chosen.most, chosen.parts
+    _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, rows=rows,
+                 columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most, parts=parts,
+                 short_order=int(short_order), blocks=blocks, factor=factor, limit=limit)
 
 
 def linear(x: Arranged, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:

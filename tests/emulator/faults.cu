@@ -28,7 +28,7 @@ enum Fault {
     kMbarrierNone, kMbarrierOverwritten, kMbarrierNoBarrier, kMbarrierParity, kMbarrierEarly, kMbarrierArrivals, kMbarrierExpect,
     kMbarrierBytes, kMbarrierTwice, kMbarrierMisaligned,
     // clusters
-    kClusterNoSync, kClusterRank, kClusterExited, kClusterMissing,
+    kClusterNoSync, kClusterRank, kClusterExited, kClusterMissing, kClusterWait, kClusterArrival, kClusterGone,
     // a named barrier with other participants
     kNamedReused,
     // tensor copies
@@ -293,6 +293,15 @@ __global__ void cluster(const float* x, float* out, int fault) {
     const int t = threadIdx.x, rank = int(cluster_rank());
     row[t] = x[rank * 64 + t];
     if (fault != kClusterNoSync) cluster_sync();
+    if (fault >= kClusterWait) {  // at the first block's mbarrier the second one arrives
+        uint64_t* bar = reinterpret_cast<uint64_t*>(row + 64);
+        if (t == 0 && rank == 0) mbarrier_init(bar, 1), mbarrier_fence_init();
+        cluster_sync();
+        if (fault == kClusterGone && rank == 0) return;
+        if (fault == kClusterGone) __syncthreads();  // by then, the other has gone
+        if ((t == 0 || fault == kClusterGone) && rank == 1) mbarrier_arrive_cluster(bar, fault == kClusterArrival ? 1 : 0);
+        if (rank == 0) mbarrier_wait(bar, 0);
+    }
     const float* other = cluster_map(row, fault == kClusterRank ? 2 : rank ^ 1);
     if (fault == kClusterExited && rank == 1) return;
     if (fault == kClusterExited) __syncthreads();  // by then, the other has gone
@@ -526,7 +535,7 @@ extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStr
     else if (fault >= kWgmmaNoFence) LAUNCH(product, dim3(1), dim3(fault == kWgmmaFewThreads ? 96 : 128), 144 * 16, stream, x, out, fault);
     else if (fault >= kTensorNoMap) return launch_tensor(x, out, fault, stream);
     else if (fault == kNamedReused) LAUNCH(reused, dim3(1), dim3(96), bytes, stream, x, out, fault);
-    else if (fault >= kClusterNoSync) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes, stream, x, out, fault);
+    else if (fault >= kClusterNoSync) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes + 8, stream, x, out, fault);
     else if (fault == kBulkOtherWait) LAUNCH(two_copies, dim3(1), dim3(n), 2 * bytes + 16, stream, x, out, fault);
     else if (fault >= kBulkNoWait) LAUNCH(ring, dim3(1), dim3(n), bytes + 16, stream, x, out, fault);
     else if (fault >= kAsyncNoWait) LAUNCH(async_copies, dim3(1), dim3(n), 2 * bytes, stream, x, out, fault);

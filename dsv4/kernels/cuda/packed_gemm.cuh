@@ -17,9 +17,9 @@
 // Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go down the tokens first (up to
 // kBand of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no tile.
 //
-// Where a weight has few rows, its tiles are cut along K into parts (prompts.py: how many depends on the weight alone, as the order of
-// additions does), which follow each other in the walk, so that different blocks multiply them at the same time. A block leaves its sums in
-// global memory, a thread's lie as it has them; the last of a tile's to arrive adds them in the order of the parts and stores the tile.
+// Where a weight has few rows, its tiles are cut along K into two parts (prompts.py: whether depends on the weight alone, as the order of
+// additions does), one for each block of a cluster. Behind the products each sends the other one half of its sums, by tokens, a thread to
+// the same thread, and adds, rounds and stores the other half. A warp waits for the other block's warp alone.
 //
 // (account)
 //
@@ -39,7 +39,7 @@ constexpr int kMathRegisters = 112, kLoadRegisters = 32;        // of a thread
 constexpr int kTiles = kMath / 32, kBlockRows = kTiles * kRows;  // packed tiles of a block, one a warp
 constexpr int kMost = 128;                                    // tokens of a tile
 constexpr int kMaxStages = 8, kScales = 2;                    // of an item's scales: on their way or in use
-constexpr int kParts = 16;  // the one that is stored, those of all stages behind it, the end
+constexpr int kTilesAhead = 16;  // the one that is stored, those of all stages behind it, the end
 constexpr int kBand = 8;                                      // tiles of tokens before the next rows
 constexpr int kMaxMatrices = 384;
 static_assert(kMath * kMathRegisters + 128 * kLoadRegisters <= 65536 / kGemmThreads / 8 * 8 * kGemmThreads, "registers");
@@ -50,9 +50,7 @@ struct Plan {
     const float *factors, *row_weights;  // factors [matrices, 3] or null: `factor`
     const int* offsets;                  // [matrices + 1], or null: all have all rows
     void* out;
-    float* partial;                      // [tiles of out, parts, most / 8, kMath, 4], if parts > 1
-    unsigned* arrivals;                  // a counter for each tile of out
-    int parts, units;                    // of K
+    int parts, units;                    // of K: 1 or 2; what is never parted
     int rows, columns, matrices, tiles, items, most;  // columns: of one matrix' out; tiles: packed ones; most: tokens of a tile
     int stages, stage_bytes;
     int x_step, out_step, out_columns;   // from one matrix' columns to the next one's; of a row of out
@@ -60,8 +58,10 @@ struct Plan {
     float factor, limit;
 };
 
-// The columns of the product for so many tokens, and their number: 8, 16, 24, 32, 48, .. 128.
-__host__ __device__ constexpr int width(int tokens) { return tokens <= 32 ? (tokens + 7) / 8 * 8 : (tokens + 15) / 16 * 16; }
+// The columns of the product for so many tokens, and their number: 8, 16, 24, 32, 48, .. 128. Of two parts sixteens, for two halves of eights.
+__host__ __device__ constexpr int width(int tokens, int parts = 1) {
+    return tokens <= 32 && parts == 1 ? (tokens + 7) / 8 * 8 : (tokens + 15) / 16 * 16;
+}
 __host__ __device__ constexpr int width_number(int width) { return width <= 32 ? width / 8 - 1 : width / 16 + 1; }
 constexpr int kNumbers = width_number(kMost) + 1;
 
@@ -91,44 +91,50 @@ struct Rows {
     int sums[kGemmThreads / 32];                                          // of a warp's
 };
 
-// A tile of out, or a part of its columns: the thread that loads says so to the others.
-struct Part {
-    int tile, number, matrix, first_row, tokens, across;  // tokens: 0 behind the last one; across: which rows of the matrix
+// Of out: the thread that loads says so to the others.
+struct Tile {
+    int matrix, first_row, tokens, across;  // tokens: 0 behind the last one; across: which rows of the matrix
 };
 
-struct Shared {
+struct alignas(16) Shared {
     uint64_t full[kMaxStages], empty[kMaxStages], scales_empty[kScales];
+    uint64_t sums_full[kMath / 32], sums_empty[kMath / 32];  // a warp's: the other block's sums are here; it has read what it was sent
     Rows rows;
-    Part parts[kParts];
-    bool last;
+    Tile tiles[kTilesAhead];
 };
 constexpr int kDynamicBytes = 227 << 10;
 
-// The parts of tiles of this block, one after the other.
+// The tiles of this block, or of its cluster, one after the other.
 struct Walk {
     const Plan& plan;
     const Rows& rows;
-    int t, across_all;
-    Part part = {};
+    int t, step, across_all;
+    Tile tile = {};
 
     __device__ __forceinline__ Walk(const Plan& plan, const Rows& rows)
-        : plan(plan), rows(rows), t(int(blockIdx.x) - int(gridDim.x)), across_all((plan.tiles + kTiles - 1) / kTiles) {}
+        : plan(plan), rows(rows), t(int(blockIdx.x) / plan.parts), step(int(gridDim.x) / plan.parts),
+          across_all((plan.tiles + kTiles - 1) / kTiles) {
+        t -= step;
+    }
 
     __device__ __forceinline__ bool next() {
-        t += gridDim.x;
-        if (t >= rows.first[plan.matrices] * across_all * plan.parts) return false;
-        part.tile = t / plan.parts, part.number = t % plan.parts;
-        while (part.tile >= rows.first[part.matrix + 1] * across_all) part.matrix++;
-        int i = part.tile - rows.first[part.matrix] * across_all;
-        const int down_all = rows.first[part.matrix + 1] - rows.first[part.matrix], band = i / (kBand * across_all);
+        t += step;
+        if (t >= rows.first[plan.matrices] * across_all) return false;
+        while (t >= rows.first[tile.matrix + 1] * across_all) tile.matrix++;
+        int i = t - rows.first[tile.matrix] * across_all;
+        const int down_all = rows.first[tile.matrix + 1] - rows.first[tile.matrix], band = i / (kBand * across_all);
         i -= band * kBand * across_all;
         const int here = min(kBand, down_all - band * kBand), down = band * kBand + i % here;
-        part.across = i / here;
-        part.first_row = rows.begin[part.matrix] + down * plan.most;
-        part.tokens = min(plan.most, rows.end[part.matrix] - part.first_row);
+        tile.across = i / here;
+        tile.first_row = rows.begin[tile.matrix] + down * plan.most;
+        tile.tokens = min(plan.most, rows.end[tile.matrix] - tile.first_row);
         return true;
     }
 };
+
+// Which part of K is this block's, and where part number `part` begins, in units.
+__device__ __forceinline__ int my_part(const Plan& plan) { return plan.parts == 1 ? 0 : int(cluster_rank()); }
+__device__ __forceinline__ int first_unit(const Plan& plan, int part) { return plan.units * part / plan.parts; }
 
 // Fills `rows`, by all threads of the block.
 __device__ __forceinline__ void count_tiles(const Plan& plan, Rows& rows) {
@@ -228,9 +234,6 @@ template <> struct Weights<kBf16> {  // 16 bytes are an operand
     }
 };
 
-// Where part number `part` of a tile begins, in units of K.
-__device__ __forceinline__ int first_unit(const Plan& plan, int part) { return plan.units * part / plan.parts; }
-
 // ---------------------------------------------------------------------------------------------------------------------- load
 
 // One thread: every stage of every tile of this block, as soon as there is room.
@@ -241,13 +244,13 @@ template <int kFormat> __device__ __forceinline__ void load_tiles(const Maps& ma
     Ring<kScales> scales;
     at.parity = scales.parity = 1;  // a new barrier counts as having completed the phase of parity 1: the rings are empty
     bool waits = !plan.offsets;     // for the kernel before this one; the block's other threads wait for the tokens
+    const int begin = first_unit(plan, my_part(plan)) * S::kInUnit, end = first_unit(plan, my_part(plan) + 1) * S::kInUnit;
     int place = 0;
-    for (Walk walk(plan, shared.rows); walk.next(); place = (place + 1) % kParts) {
-        const Part& part = walk.part;
-        const int n = width(part.tokens), chunk_bytes = n * kChunk * 2, column = part.matrix * plan.x_step;
-        const int tile = part.matrix * plan.tiles + part.across * kTiles;  // beyond a matrix' last one is any: not stored
+    for (Walk walk(plan, shared.rows); walk.next(); place = (place + 1) % kTilesAhead) {
+        const Tile& tile = walk.tile;
+        const int n = width(tile.tokens, plan.parts), chunk_bytes = n * kChunk * 2, column = tile.matrix * plan.x_step;
+        const int packed = tile.matrix * plan.tiles + tile.across * kTiles;  // beyond a matrix' last one is any: not stored
         const TensorMap* tokens = &maps.tokens[width_number(n)];
-        const int begin = first_unit(plan, part.number) * S::kInUnit, end = first_unit(plan, part.number + 1) * S::kInUnit;
 #pragma unroll 1
         for (int stage = begin; stage < end; stage++) {
             const int in_item = stage % S::kInItem, word = stage / S::kInItem * (item_bytes(kFormat) / 8);
@@ -256,23 +259,23 @@ template <int kFormat> __device__ __forceinline__ void load_tiles(const Maps& ma
             char* to = memory + at.index * plan.stage_bytes;
             if (scaled) mbarrier_wait(&shared.scales_empty[scales.index], scales.parity);
             mbarrier_wait(&shared.empty[at.index], at.parity);
-            if (stage == begin) shared.parts[place] = part;
+            if (stage == begin) shared.tiles[place] = tile;
             mbarrier_expect(full, S::kChunks * chunk_bytes + kTiles * (S::kCodeBytes + (scaled ? S::kScaleBytes : 0)));
-            tensor_load(to, &maps.codes, word + in_item * (S::kCodeBytes / 8), tile, full);
+            tensor_load(to, &maps.codes, word + in_item * (S::kCodeBytes / 8), packed, full);
             if (scaled) {
-                tensor_load(scales_at + scales.index * kTiles * S::kScaleBytes, &maps.scales, word + kCodes / 8, tile, full);
+                tensor_load(scales_at + scales.index * kTiles * S::kScaleBytes, &maps.scales, word + kCodes / 8, packed, full);
                 scales.next();
             }
             if (waits) grid_dependency_wait(), waits = false;
             to += kTiles * S::kCodeBytes;
 #pragma unroll
             for (int c = 0; c < S::kChunks; c++)
-                tensor_load(to + c * chunk_bytes, tokens, column + (stage * S::kChunks + c) * kChunk, part.first_row, full);
+                tensor_load(to + c * chunk_bytes, tokens, column + (stage * S::kChunks + c) * kChunk, tile.first_row, full);
             at.next(plan.stages);
         }
     }
     mbarrier_wait(&shared.empty[at.index], at.parity);
-    shared.parts[place].tokens = 0;
+    shared.tiles[place].tokens = 0;
     mbarrier_arrive(&shared.full[at.index]);
 }
 
@@ -280,13 +283,13 @@ template <int kFormat> __device__ __forceinline__ void load_tiles(const Maps& ma
 
 #ifdef HAS_WGMMA
 
-// sum += the products over the columns of part number `part` of a tile of N tokens.
+// sum += the products over this block's columns of a tile of N tokens.
 template <int kFormat, int N>
-__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, int part, Shared& shared, const char* memory,
-                                         Ring<kMaxStages>& at, Ring<kScales>& scales) {
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, Shared& shared, const char* memory, Ring<kMaxStages>& at,
+                                         Ring<kScales>& scales) {
     using S = Stage<kFormat>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = first_unit(plan, part) * S::kInUnit, end = first_unit(plan, part + 1) * S::kInUnit;
+    const int begin = first_unit(plan, my_part(plan)) * S::kInUnit, end = first_unit(plan, my_part(plan) + 1) * S::kInUnit;
     const char* my_scales = memory + plan.stages * plan.stage_bytes + warp * S::kScaleBytes + 16 * lane;
     uint32_t a[4][4];
 #pragma unroll 1
@@ -332,22 +335,22 @@ struct Swiglu {
     }
 };
 
-// The routing weight of the part's token number `token`.
-__device__ __forceinline__ float row_weight(const Plan& plan, const Part& part, int token) {
-    return plan.row_weights && token < part.tokens ? plan.row_weights[part.first_row + token] : 1.0f;
+// The routing weight of the tile's token number `token`.
+__device__ __forceinline__ float row_weight(const Plan& plan, const Tile& tile, int token) {
+    return plan.row_weights && token < tile.tokens ? plan.row_weights[tile.first_row + token] : 1.0f;
 }
 
 // A lane has of rows g and g + 8 of its warp's packed tile the tokens 2 q and 2 q + 1 of each 8. fp32: 32 bytes of a token at a time,
 // straight from the registers. bf16: turned over first, so that a lane has two neighbouring columns of token g.
-template <int kResult, int N> __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Part& part) {
-    const int t = made_here(threadIdx.x), lane = t % 32, g = lane / 4, q = lane % 4, tile = part.across * kTiles + t / 32;
-    const float* factors = plan.factors ? plan.factors + 3 * part.matrix : nullptr;
-    const int64_t step = plan.out_columns, first = part.first_row * step + part.matrix * plan.out_step;
+template <int kResult, int N> __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Tile& tile) {
+    const int t = made_here(threadIdx.x), lane = t % 32, g = lane / 4, q = lane % 4, packed = tile.across * kTiles + t / 32;
+    const float* factors = plan.factors ? plan.factors + 3 * tile.matrix : nullptr;
+    const int64_t step = plan.out_columns, first = tile.first_row * step + tile.matrix * plan.out_step;
     if constexpr (kResult == kFloats) {
         const float factor = factors ? factors[2] : plan.factor;
-        const int column = tile * kRows + g;
+        const int column = packed * kRows + g;
         float* to = static_cast<float*>(plan.out) + first + 2 * q * step + column;
-        int left = part.tokens - 2 * q;
+        int left = tile.tokens - 2 * q;
 #pragma unroll
         for (int i = 0; i < N / 2; i += 4, to += 8 * step, left -= 8) {
             if (column < plan.columns && left > 0) to[0] = sum[i] * factor;
@@ -358,16 +361,16 @@ template <int kResult, int N> __device__ __forceinline__ void store(const float 
     } else {
         const Swiglu swiglu(plan, factors);
         constexpr int kTileColumns = kResult == kSwiglu ? kRows / 2 : kRows;
-        const int column = tile * kTileColumns + 2 * q, limit = kResult == kSwiglu ? plan.out_columns : plan.columns;
+        const int column = packed * kTileColumns + 2 * q, limit = kResult == kSwiglu ? plan.out_columns : plan.columns;
         const int place = kResult == kSwiglu ? column / kChunk * kChunk + arranged_place(column % kChunk, plan.short_order) : column;
         __nv_bfloat16* to = static_cast<__nv_bfloat16*>(plan.out) + first + g * step + place;
 #pragma unroll
         for (int i = 0; i < N / 2; i += 4, to += 8 * step) {
-            const bool here = 2 * i + g < part.tokens;
+            const bool here = 2 * i + g < tile.tokens;
             if constexpr (kResult == kSwiglu) {
                 float value[2];
 #pragma unroll
-                for (int e = 0; e < 2; e++) value[e] = swiglu(sum[i + e], sum[i + e + 2], row_weight(plan, part, 2 * i + 2 * q + e));
+                for (int e = 0; e < 2; e++) value[e] = swiglu(sum[i + e], sum[i + e + 2], row_weight(plan, tile, 2 * i + 2 * q + e));
                 const uint32_t pair = movmatrix_trans(pack_bf16(value[0], value[1]));
                 if (here && column < limit) *reinterpret_cast<uint32_t*>(to) = column < plan.columns ? pair : 0;
             } else {
@@ -382,43 +385,52 @@ template <int kResult, int N> __device__ __forceinline__ void store(const float 
     }
 }
 
-// Leaves a part's sums in global memory. Whether all parts of the tile are there: then sum becomes theirs, added in the order of the parts
-// (the first two in either, which are the same bits).
-template <int N> __device__ __forceinline__ bool add_parts(float (&sum)[N / 2], const Plan& plan, const Part& part, Shared& shared) {
-    const int64_t part_step = int64_t(plan.most / 8) * kMath;
-    float4* parts = reinterpret_cast<float4*>(plan.partial) + part.tile * plan.parts * part_step + threadIdx.x;
+// Of two blocks' sums of N tokens: sends the other one its half and adds what it sends, as the first block's plus the second's, to `mine`.
+template <int N>
+__device__ __forceinline__ void exchange(const float (&sum)[N / 2], float (&mine)[N / 4], float4* received, Shared& shared, unsigned& parity) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const unsigned rank = cluster_rank(), other = rank ^ 1;
+    float4* to = cluster_map(received, other) + threadIdx.x;
+    mbarrier_wait_cluster(&shared.sums_empty[warp], parity ^ 1);
 #pragma unroll
-    for (int i = 0; i < N / 8; i++)
-        __stcg(parts + part.number * part_step + i * kMath, float4{sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]});
-    const unsigned most = plan.parts - 1;
-    bar_sync(1, kMath);  // as last_to_arrive, without the warps that load
-    if (threadIdx.x == 0) shared.last = atomic_inc_fenced(plan.arrivals + part.tile, most) == most;
-    bar_sync(1, kMath);
-    if (!shared.last) return false;
-    const bool keeps = part.number < 2;  // its own sums are in front, and need not be read
+    for (int i = 0; i < N / 4; i += 4) {
+        float theirs[4];
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) sum[i] = keeps ? sum[i] : 0.0f;
-#pragma unroll 1
-    for (int p = 0; p < plan.parts; p++) {
-        if (keeps && p == part.number) continue;
-#pragma unroll
-        for (int i = 0; i < N / 8; i++) {
-            const float4 other = __ldcg(parts + p * part_step + i * kMath);
-            sum[4 * i] += other.x, sum[4 * i + 1] += other.y, sum[4 * i + 2] += other.z, sum[4 * i + 3] += other.w;
+        for (int j = 0; j < 4; j++) {
+            theirs[j] = rank ? sum[i + j] : sum[N / 4 + i + j];
+            mine[i + j] = rank ? sum[N / 4 + i + j] : sum[i + j];
         }
+        to[i / 4 * kMath] = float4{theirs[0], theirs[1], theirs[2], theirs[3]};
     }
-    return true;
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_cluster(&shared.sums_full[warp], other);
+    mbarrier_wait_cluster(&shared.sums_full[warp], parity);
+#pragma unroll
+    for (int i = 0; i < N / 4; i += 4) {  // either order of two is the same bits
+        const float4 from = received[i / 4 * kMath + threadIdx.x];
+        mine[i] += from.x, mine[i + 1] += from.y, mine[i + 2] += from.z, mine[i + 3] += from.w;
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_cluster(&shared.sums_empty[warp], other);
+    parity ^= 1;
 }
 
 template <int kFormat, int kResult, int N>
-__device__ __forceinline__ void tile(const Plan& plan, const Part& part, Shared& shared, const char* memory, Ring<kMaxStages>& at,
-                                     Ring<kScales>& scales) {
+__device__ __forceinline__ void finish(const Plan& plan, const Tile& tile, Shared& shared, char* memory, Ring<kMaxStages>& at,
+                                       Ring<kScales>& scales, unsigned& parity) {
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[i] = 0.0f;
-    multiply<kFormat, N>(sum, plan, part.number, shared, memory, at, scales);
-    if (plan.parts > 1 && !add_parts<N>(sum, plan, part, shared)) return;
-    store<kResult, N>(sum, plan, part);
+    multiply<kFormat, N>(sum, plan, shared, memory, at, scales);
+    if constexpr (N % 16 == 0)
+        if (plan.parts > 1) {
+            float mine[N / 4];
+            exchange<N>(sum, mine, reinterpret_cast<float4*>(&shared + 1), shared, parity);
+            const int first = int(cluster_rank()) * (N / 2);
+            store<kResult, N / 2>(mine, plan, {tile.matrix, tile.first_row + first, tile.tokens - first, tile.across});
+            return;
+        }
+    store<kResult, N>(sum, plan, tile);
 }
 #endif
 
@@ -431,11 +443,13 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < plan.stages; i++) mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], kMath / 32);
         for (int i = 0; i < kScales; i++) mbarrier_init(&shared.scales_empty[i], kMath / 32);
+        for (int i = 0; i < kMath / 32; i++) mbarrier_init(&shared.sums_full[i], 1), mbarrier_init(&shared.sums_empty[i], 1);
         mbarrier_fence_init();
     }
     grid_dependency_launch();
     if (plan.offsets) grid_dependency_wait();  // else the thread that loads does so, behind the first weights
     count_tiles(plan, shared.rows);
+    if (plan.parts > 1) cluster_sync();  // both blocks' barriers are there
     if (threadIdx.x >= kMath) {
         registers_less<kLoadRegisters>();
         if (threadIdx.x == kMath) load_tiles<kFormat>(maps, plan, shared, memory);
@@ -444,32 +458,36 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     registers_more<kMathRegisters>();
     Ring<kMaxStages> at;
     Ring<kScales> scales;
-    for (int place = 0;; place = (place + 1) % kParts) {
+    unsigned parity = 0;  // of the exchanges
+    for (int place = 0;; place = (place + 1) % kTilesAhead) {
         mbarrier_wait(&shared.full[at.index], at.parity);
-        const Part& part = shared.parts[place];
-        if (!part.tokens) break;
-        switch (width_number(width(part.tokens))) {
-            case 0: tile<kFormat, kResult, 8>(plan, part, shared, memory, at, scales); break;
-            case 1: tile<kFormat, kResult, 16>(plan, part, shared, memory, at, scales); break;
-            case 2: tile<kFormat, kResult, 24>(plan, part, shared, memory, at, scales); break;
-            case 3: tile<kFormat, kResult, 32>(plan, part, shared, memory, at, scales); break;
-            case 4: tile<kFormat, kResult, 48>(plan, part, shared, memory, at, scales); break;
-            case 5: tile<kFormat, kResult, 64>(plan, part, shared, memory, at, scales); break;
-            case 6: tile<kFormat, kResult, 80>(plan, part, shared, memory, at, scales); break;
-            case 7: tile<kFormat, kResult, 96>(plan, part, shared, memory, at, scales); break;
-            case 8: tile<kFormat, kResult, 112>(plan, part, shared, memory, at, scales); break;
-            default: tile<kFormat, kResult, 128>(plan, part, shared, memory, at, scales);
+        const Tile& tile = shared.tiles[place];
+        if (!tile.tokens) break;
+        switch (width_number(width(tile.tokens, plan.parts))) {
+            case 0: finish<kFormat, kResult, 8>(plan, tile, shared, memory, at, scales, parity); break;
+            case 1: finish<kFormat, kResult, 16>(plan, tile, shared, memory, at, scales, parity); break;
+            case 2: finish<kFormat, kResult, 24>(plan, tile, shared, memory, at, scales, parity); break;
+            case 3: finish<kFormat, kResult, 32>(plan, tile, shared, memory, at, scales, parity); break;
+            case 4: finish<kFormat, kResult, 48>(plan, tile, shared, memory, at, scales, parity); break;
+            case 5: finish<kFormat, kResult, 64>(plan, tile, shared, memory, at, scales, parity); break;
+            case 6: finish<kFormat, kResult, 80>(plan, tile, shared, memory, at, scales, parity); break;
+            case 7: finish<kFormat, kResult, 96>(plan, tile, shared, memory, at, scales, parity); break;
+            case 8: finish<kFormat, kResult, 112>(plan, tile, shared, memory, at, scales, parity); break;
+            default: finish<kFormat, kResult, 128>(plan, tile, shared, memory, at, scales, parity);
         }
     }
+    // The other block's last access to this one's memory: it says that it has read what it was sent.
+    if (plan.parts > 1) mbarrier_wait_cluster(&shared.sums_empty[threadIdx.x / 32], parity ^ 1);
 #endif
 }
 
 template <int kFormat, int kResult>
 static cudaError_t launch(const void* x, int x_columns, const void* weights, Plan plan, int blocks, cudaStream_t stream) {
     using S = Stage<kFormat>;
-    constexpr int kBeside = kScales * kTiles * S::kScaleBytes + int(sizeof(Shared));
-    plan.stage_bytes = S::kChunks * width(plan.most) * kChunk * 2 + kTiles * S::kCodeBytes;
-    plan.stages = (kDynamicBytes - kBeside) / plan.stage_bytes;
+    const int most = width(plan.most, plan.parts), sums = plan.parts > 1 ? most / 4 * kMath * 4 : 0;  // half a tile's
+    const int beside = kScales * kTiles * S::kScaleBytes + int(sizeof(Shared)) + sums;
+    plan.stage_bytes = S::kChunks * most * kChunk * 2 + kTiles * S::kCodeBytes;
+    plan.stages = (kDynamicBytes - beside) / plan.stage_bytes;
     plan.stages = plan.stages < kMaxStages ? plan.stages : kMaxStages;
     Maps maps;
     const size_t tile_bytes = size_t(plan.items) * item_bytes(kFormat);
@@ -477,11 +495,12 @@ static cudaError_t launch(const void* x, int x_columns, const void* weights, Pla
     cudaError_t error = make_tensor_map(&maps.codes, 8, weights, words, tiles, tile_bytes, S::kCodeBytes / 8, kTiles, Swizzle::kNone);
     if (error == cudaSuccess && S::kScaleBytes)
         error = make_tensor_map(&maps.scales, 8, weights, words, tiles, tile_bytes, S::kScaleBytes / 8, kTiles, Swizzle::kNone);
-    for (int n = width(1); n <= width(plan.most) && error == cudaSuccess; n = width(n + 1))
+    for (int n = width(1); n <= most && error == cudaSuccess; n = width(n + 1))
         error = make_tensor_map(&maps.tokens[width_number(n)], 2, x, x_columns, plan.rows, size_t(x_columns) * 2, kChunk, n, Swizzle::k128);
     if (error != cudaSuccess) return error;
     auto kernel = PACKED_GEMM_KERNEL<kFormat, kResult>;
-    LAUNCH(kernel, dim3(blocks), dim3(kGemmThreads), plan.stages * plan.stage_bytes + kBeside, stream, maps, plan);
+    LAUNCH_CLUSTER(kernel, dim3((blocks + plan.parts - 1) / plan.parts * plan.parts), dim3(kGemmThreads), plan.parts,
+                   plan.stages * plan.stage_bytes + beside, stream, maps, plan);
     return cudaGetLastError();
 }
 
@@ -494,13 +513,12 @@ static cudaError_t launch(const void* x, int x_columns, const void* weights, Pla
 //   1  the weights are pairs (w1 with w3): out bf16 [rows, columns up to the next multiple of 64], arranged in the order of `short_order`:
 //      silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weights [rows] fp32 (null: 1);
 //   2  out fp32 [rows, (matrices *) columns].
-// parts: of K, up to its units, which are 256 columns (of bf16 weights 128). Of more than one, partial: a workspace of parts * most * 256
-// fp32 values for each tile of out (256 packed rows of a matrix by up to `most` tokens, a multiple of 8 then); arrivals: a counter for each
-// of them, 0 before and behind the launch.
+// parts: of K, 1 or, of a matrix without offsets and of more than 256 columns (of bf16 weights 128), 2; blocks is then rounded up to an even
+// number.
 template <int kFormat>
 static cudaError_t packed_gemm(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,
-                               void* out, float* partial, int* arrivals, int rows, int columns, int x_columns, int matrices, int result,
-                               int most, int parts, int short_order, int blocks, float factor, float limit, cudaStream_t stream) {
+                               void* out, int rows, int columns, int x_columns, int matrices, int result, int most, int parts,
+                               int short_order, int blocks, float factor, float limit, cudaStream_t stream) {
 #if !defined(DSV4_EMULATOR) && defined(__CUDA_ARCH_LIST__)
     constexpr int architectures[] = {__CUDA_ARCH_LIST__};  // one: build.py compiles for one
     if (architectures[0] != 900) return cudaErrorNotSupported;
@@ -508,16 +526,15 @@ static cudaError_t packed_gemm(const void* x, const void* weights, const float* 
     using S = Stage<kFormat>;
     if (rows < 1 || columns < 1 || x_columns < 1 || x_columns % kChunk || matrices < 1 || matrices > kMaxMatrices || most < 1 ||
         most > kMost || (columns % 8 && result != kFloats) || result < kRounded || result > kFloats || (offsets && parts > 1) ||
-        (parts > 1 && most % 8) || (result == kSwiglu && !offsets && matrices > 1))
+        (result == kSwiglu && !offsets && matrices > 1))
         return cudaErrorInvalidValue;
     const int tile_rows = result == kSwiglu ? kRows / 2 : kRows, x_width = offsets ? x_columns : matrices * x_columns;
     Plan plan = {};
     plan.factors = factors, plan.row_weights = row_weights, plan.offsets = offsets;
     plan.out = out, plan.rows = rows, plan.columns = columns, plan.matrices = matrices, plan.most = most;
     plan.tiles = (columns + tile_rows - 1) / tile_rows, plan.items = (x_columns + item_columns(kFormat) - 1) / item_columns(kFormat);
-    plan.partial = partial, plan.arrivals = reinterpret_cast<unsigned*>(arrivals), plan.parts = parts;
-    plan.units = plan.items * (S::kInItem / S::kInUnit);
-    if (parts < 1 || parts > plan.units || (parts > 1 && (!partial || !arrivals))) return cudaErrorInvalidValue;
+    plan.parts = parts, plan.units = plan.items * (S::kInItem / S::kInUnit);
+    if (parts < 1 || parts > 2 || parts > plan.units) return cudaErrorInvalidValue;
     plan.x_step = offsets ? 0 : x_columns, plan.out_step = offsets ? 0 : columns;
     plan.out_columns = result == kSwiglu ? (columns + kChunk - 1) / kChunk * kChunk : offsets ? columns : matrices * columns;
     plan.short_order = short_order, plan.factor = factor, plan.limit = limit;
