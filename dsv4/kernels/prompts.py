@@ -22,15 +22,17 @@ from .linear import PackedWeights
 from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 
 CHUNK = 64  # columns: x is filled up to a multiple
-MOST = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens of a tile: widths of the tensor cores' products
+MOST = (16, 32, 48, 64, 80, 96, 128)  # tokens of a tile: widths of the tensor cores' products
 BLOCK_ROWS, MAX_MATRICES = 256, 384  # these as in cuda/packed_gemm.cuh
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
 # Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns of 256 rows, by the product's
-# width. Of storing, a token. Of two parts, for which two processors are a pair: of sending half of the sums, a token, and of meeting.
-_PARTS_BLOCKS, _PART_COLUMNS = 132, 512  # the H200's, for which parts are chosen; columns that a part has at least
-_CHUNK_CYCLES = {8: 460, 16: 490, 24: 540, 32: 580, 48: 650, 64: 740, 80: 840, 96: 930, 112: 1060, 128: 1170}
-_STORE_CYCLES, _SEND_CYCLES, _MEET_CYCLES = 28, 16, 1000
+# width. Of storing, a token. Of parts, each of which is a processor's of a cluster: of sending sums, a token, and of meeting.
+_CHUNK_CYCLES = {8: 460, 16: 490, 24: 540, 32: 580, 48: 650, 64: 740, 80: 840, 96: 930, 128: 1170}
+_STORE_CYCLES, _SEND_CYCLES, _MEET_CYCLES = 28, 32, 1000
+# For which processors parts are chosen, the H200's; columns that a part has at least; of processors, how many are in clusters of so many
+# blocks that run at once: of four, each within a GPC, 24 did and 32 did not (by times of cute/gemm_sm90.py's).
+_PARTS_BLOCKS, _PART_COLUMNS, _REACH = 132, 512, {1: 1.0, 2: 1.0, 4: 0.85}
 _SPREAD = (-2, -1, 0, 1, 2, 3)  # standard deviations from the mean number of an expert's tokens, if each token chose at random
 
 _ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "rows": int, "columns": int,
@@ -54,7 +56,7 @@ class Arranged(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a product is cut: tiles of up to `most` tokens (by 256 packed rows), each in `parts` along K, 1 or 2."""
+    """How a product is cut: tiles of up to `most` tokens (by 256 packed rows), each in `parts` along K, 1, 2 or 4."""
 
     most: int
     parts: int
@@ -104,23 +106,35 @@ def arrange(x: torch.Tensor, short_order: bool, source: torch.Tensor | None = No
     return Arranged(out, K, short_order)
 
 
+def _cuts(parts: int) -> list[Cut]:
+    """Of parts, tiles are multiples of 32 tokens (`_width`)."""
+    return [Cut(most, parts) for most in MOST if parts == 1 or most % 32 == 0]
+
+
 @functools.cache
 def parts_of(across: int, columns: int) -> int:
-    """Into how many parts, 1 or 2, the columns of a weight of `across` times 256 rows are cut for a step of up to PROMPT_TOKENS tokens:
-    2 if an H200 takes a twentieth less time then for PROMPT_TOKENS. By the weight alone: it is the order of additions, and a token's
+    """Into how many parts, 1, 2 or 4, the columns of a weight of `across` times 256 rows are cut for a step of up to PROMPT_TOKENS tokens:
+    more where an H200 takes a twentieth less time then for PROMPT_TOKENS. By the weight alone: it is the order of additions, and a token's
     result shall not depend on the others of its step."""
-    one, two = (min(_busiest(PROMPT_TOKENS, across, columns, None, _PARTS_BLOCKS, Cut(most, parts)) for most in MOST) for parts in (1, 2))
-    return 2 if columns >= 2 * _PART_COLUMNS and two < 0.95 * one else 1
+    def cycles(parts):
+        return min(_busiest(PROMPT_TOKENS, across, columns, None, _PARTS_BLOCKS, cut) for cut in _cuts(parts))
+
+    best = 1
+    for parts in (2, 4):
+        if columns >= parts * _PART_COLUMNS and cycles(parts) < 0.95 * cycles(best):
+            best = parts
+    return best
 
 
 def _width(tokens: int, parts: int) -> int:
     """Columns of the tensor cores' product for so many tokens (cuda/packed_gemm.cuh)."""
-    return -(-tokens // 8) * 8 if tokens <= 32 and parts == 1 else -(-tokens // 16) * 16
+    step = 32 if parts > 1 or tokens > 96 else 8 if tokens <= 32 else 16
+    return -(-tokens // step) * step
 
 
 def _cycles(width: int, columns: int, parts: int) -> float:
     """A block's time for one part of a tile of 256 rows."""
-    end = _STORE_CYCLES * width if parts == 1 else (_STORE_CYCLES / 2 + _SEND_CYCLES) * width + _MEET_CYCLES
+    end = _STORE_CYCLES * width / parts + (_SEND_CYCLES * width * (parts - 1) / parts + _MEET_CYCLES if parts > 1 else 0)
     return -(-columns // CHUNK) / parts * _CHUNK_CYCLES[width] + end
 
 
@@ -133,8 +147,9 @@ def _busiest(tokens: int, across: int, columns: int, experts: int | None, blocks
     for count in counts:
         whole, rest = divmod(count, cut.most)
         times += [_cycles(_width(n, cut.parts), columns, cut.parts) for n in [cut.most] * whole + [rest] * (rest > 0)]
-    tiles = across * (experts or 1) * cut.parts / len(counts)  # for each of these times
-    return max(sum(times) * tiles / blocks, max(times) * -(-len(times) * tiles // blocks)) if times else 0
+    tiles = across * (experts or 1) / len(counts)  # for each of these times
+    at_once = max(1, int(blocks * _REACH[cut.parts]) // cut.parts)
+    return max(sum(times) * tiles / at_once, max(times) * -(-len(times) * tiles // at_once)) if times else 0
 
 
 def cut(tokens: int, across: int, columns: int, experts: int | None, blocks: int) -> Cut:
@@ -142,7 +157,7 @@ def cut(tokens: int, across: int, columns: int, experts: int | None, blocks: int
     the tiles for which the busiest of the processors (`blocks`) has the least to do. No step has more than PROMPT_TOKENS; a product of
     more has whole columns, as then there are tiles enough."""
     parts = 1 if experts or tokens > PROMPT_TOKENS else parts_of(across, columns)
-    return min((Cut(most, parts) for most in MOST), key=lambda c: _busiest(tokens, across, columns, experts, blocks, c))
+    return min(_cuts(parts), key=lambda c: _busiest(tokens, across, columns, experts, blocks, c))
 
 
 def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1.0, factors=None, offsets=None, row_weights=None,

@@ -167,7 +167,6 @@ extern "C" int conformance_wgmma_a(const void* a, const void* b, float* out, int
     if (columns == 64) return launch_a<64>(rows, b, out, stream);
     if (columns == 80) return launch_a<80>(rows, b, out, stream);
     if (columns == 96) return launch_a<96>(rows, b, out, stream);
-    if (columns == 112) return launch_a<112>(rows, b, out, stream);
     return launch_a<128>(rows, b, out, stream);
 }
 

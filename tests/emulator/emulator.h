@@ -431,6 +431,9 @@ __forceinline__ void mbarrier_fence_init() { emu::mbarrier_fence(); }
 __forceinline__ void mbarrier_expect(uint64_t* bar, unsigned bytes) { emu::mbarrier_arrive(bar, bytes, "mbarrier_expect"); }
 __forceinline__ void mbarrier_arrive(uint64_t* bar) { emu::mbarrier_arrive(bar, 0, "mbarrier_arrive"); }
 __forceinline__ void mbarrier_wait(uint64_t* bar, unsigned parity, EMU_SITE) { emu::mbarrier_wait(bar, parity, false, file, line); }
+__forceinline__ void store_cluster(float4* shared, unsigned rank, float4 v) {
+    *static_cast<float4*>(emu::cluster_map(shared, rank)) = v;
+}
 __forceinline__ void mbarrier_arrive_cluster(uint64_t* bar, unsigned rank) { emu::mbarrier_arrive_cluster(bar, rank); }
 __forceinline__ void mbarrier_wait_cluster(uint64_t* bar, unsigned parity, EMU_SITE) { emu::mbarrier_wait(bar, parity, true, file, line); }
 __forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar) {
@@ -468,7 +471,7 @@ EMU_WGMMA(wgmma_f16, kF16)
 EMU_WGMMA(wgmma_e4m3, kE4m3)
 #undef EMU_WGMMA
 template <int n> __forceinline__ void wgmma_bf16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, EMU_SITE) {
-    static_assert(n % (n <= 16 ? 4 : 8) == 0 && n <= 64, "8, 16, 24, 32, 48, .. 128 columns");
+    static_assert(n % (n <= 16 ? 4 : 8) == 0 && n <= 64, "8, 16, 24, 32, 48, 64, 80, 96 or 128 columns");
     emu::Tile mine = {};
     for (int i = 0; i < n; i++) mine.d[i] = d[i];
     emu::wgmma(emu::Values::kBf16, 2 * n, mine, a, 0, b, "wgmma_bf16", file, line);

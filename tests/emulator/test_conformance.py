@@ -342,7 +342,7 @@ def test_wgmma(rng, place, kind, columns, swizzle):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("columns", [8, 16, 24, 32, 48, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("columns", [8, 16, 24, 32, 48, 64, 80, 96, 128])
 def test_wgmma_with_rows_in_registers(rng, place, columns):
     for whole in (True, False):
         draw = (lambda n: torch.randint(-8, 9, (n, 64), generator=rng)) if whole else (lambda n: torch.randn(n, 64, generator=rng))

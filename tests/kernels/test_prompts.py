@@ -48,7 +48,7 @@ def check(got, x, weight):
 # One token; every width of the product and its edges; tiles of several widths; ragged rows, with warpgroups that have none, and more than a
 # block's; K below a chunk, of ragged chunks, stages and items, of several items, so that the rings go round, tile after tile.
 SHAPES = [(1, 8, 64, 32), (33, 136, 192, 32), (64, 16, 544, 64), (97, 264, 320, 128), (129, 128, 512, 96), (130, 40, 1024, 128),
-          (190, 24, 96, 112), (257, 272, 160, 128), (440, 128, 2080, 128), (300, 136, 1184, 80), (150, 264, 2624, 64), (104, 24, 3136, 32),
+          (190, 24, 96, 128), (257, 272, 160, 128), (440, 128, 2080, 128), (300, 136, 1184, 80), (150, 264, 2624, 64), (104, 24, 3136, 32),
           (44, 536, 640, 16), (47, 8, 576, 48)]
 
 
@@ -62,7 +62,7 @@ def test_against_the_definition(rng, kind, M, rows, columns, most, reverse):
     check(got, x, weight)
 
 
-@pytest.mark.parametrize("columns,parts", [(576, 1), (2112, 2)])
+@pytest.mark.parametrize("columns,parts", [(576, 1), (1088, 2), (2112, 4)])
 def test_a_token_has_the_same_result_in_any_tile(rng, columns, parts):
     """Bit for bit: alone, among others, in any width; the columns cut into parts too."""
     weight, x = any_weight(rng, "nvfp4", 130 + 6, columns), tokens(rng, 200, columns)
@@ -91,32 +91,33 @@ def in_parts(monkeypatch, parts, blocks=3):
     monkeypatch.setattr(prompts, "blocks_of", lambda _: blocks)
 
 
-# Two parts of whole items, of halves, of different sizes; on one pair of blocks, on two, on three of which one has no tile.
+# Parts of whole items, of halves, of different sizes; on one cluster of blocks, on more, of which one has no tile; shares without tokens.
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("M,rows,columns,most,blocks",
-                         [(70, 136, 1024, 32, 4), (129, 40, 1600, 64, 2), (33, 264, 2560, 96, 3), (300, 24, 1856, 128, 2),
-                          (250, 528, 1024, 112, 4), (72, 72, 1152, 80, 5), (150, 136, 1600, 48, 4), (41, 24, 1312, 16, 2),
-                          (9, 8, 576, 128, 6)])
+@pytest.mark.parametrize("parts,M,rows,columns,most,blocks",
+                         [(2, 70, 136, 1024, 32, 4), (2, 129, 40, 1600, 64, 2), (2, 33, 264, 2560, 96, 3), (2, 300, 24, 1856, 128, 2),
+                          (2, 9, 8, 576, 128, 6), (4, 70, 136, 1600, 32, 4), (4, 250, 528, 1024, 128, 8), (4, 72, 72, 1152, 96, 5),
+                          (4, 150, 136, 2080, 64, 4), (4, 13, 8, 1024, 96, 12)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_parts_of_the_columns(rng, monkeypatch, kind, M, rows, columns, most, blocks, reverse):
-    in_parts(monkeypatch, 2, blocks)
+def test_parts_of_the_columns(rng, monkeypatch, kind, parts, M, rows, columns, most, blocks, reverse):
+    in_parts(monkeypatch, parts, blocks)
     weight, x = any_weight(rng, kind, rows, columns), tokens(rng, M, columns)
     (got,) = product(x, weight, most=most, reverse=reverse)
     check(got, x, weight)
 
 
-def test_parts_are_added_in_their_order(rng, monkeypatch):
+@pytest.mark.parametrize("parts,ends", [(2, (512, 1280)), (4, (256, 512, 768, 1280))])
+def test_parts_are_added_in_their_order(rng, monkeypatch, parts, ends):
     """The same bits from any number of blocks; and those of the parts' own products, one after the other."""
     weight, x = any_weight(rng, "fp8", 144, 1280), tokens(rng, 100, 1280)
     packed, results = linear.pack_weights((weight,)), []
-    for blocks in (1, 2, 3, 7, 40):
-        in_parts(monkeypatch, 2, blocks)
+    for blocks in (1, 2, 8, 40):
+        in_parts(monkeypatch, parts, blocks)
         with emulated():
             results += prompts.projections(x, packed, most=32)
     assert all(torch.equal(r, results[0]) for r in results[1:])
     in_parts(monkeypatch, 1)
     total = None
-    for first, end in ((0, 512), (512, 1280)):  # a part alone: the other columns of x are zero, which adds nothing
+    for first, end in zip((0, *ends), ends, strict=False):  # a part alone: the other columns of x are zero, which adds nothing
         alone = torch.zeros_like(x)
         alone[:, first:end] = x[:, first:end]
         with emulated():
@@ -125,10 +126,11 @@ def test_parts_are_added_in_their_order(rng, monkeypatch):
     assert torch.equal(results[0], total)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("kind", ["nvfp4", "plain"])
-def test_parts_of_every_result(rng, monkeypatch, kind):
+def test_parts_of_every_result(rng, monkeypatch, kind, parts):
     """fp32 rows of any number of columns, groups, and SwiGLU (the shared expert's; of several routed ones none is cut)."""
-    in_parts(monkeypatch, 2)
+    in_parts(monkeypatch, parts)
     weight, x = any_weight(rng, kind, 19, 1024), tokens(rng, 70, 1024)
     with emulated():
         (got,) = prompts.projections(x, linear.pack_weights((weight,)))
@@ -191,12 +193,12 @@ def test_the_chosen_tile_of_experts_is_among_the_fastest(name):
 
 
 def test_how_many_parts():
-    """By the weight alone, up to a step's 1,024 tokens; few rows have two, and none is short."""
-    assert [prompts.parts_of(across, 7168) for across in (1, 2, 4, 6, 12, 24, 512)] == [2, 2, 2, 2, 1, 1, 1]
-    assert [prompts.parts_of(1, columns) for columns in (64, 1023, 1024, 16384)] == [1, 1, 2, 2]
-    assert {prompts.cut(tokens, 2, 7168, None, 132).parts for tokens in (9, 100, 1024)} == {2}
-    assert prompts.cut(1025, 2, 7168, None, 132).parts == 1
-    assert prompts.cut(1024, 2, 7168, 1, 132).parts == 1  # experts, however few
+    """By the weight alone, up to a step's 1,024 tokens; few rows have more of them, and none is short."""
+    assert [prompts.parts_of(across, 7168) for across in (1, 2, 4, 6, 12, 24, 512)] == [4, 4, 2, 2, 1, 1, 1]
+    assert [prompts.parts_of(1, columns) for columns in (64, 1023, 1024, 2047, 2048, 16384)] == [1, 1, 2, 2, 4, 4]
+    assert {prompts.cut(tokens, 4, 7168, None, 132).parts for tokens in (9, 100, 1024)} == {2}
+    assert prompts.cut(1025, 4, 7168, None, 132).parts == 1
+    assert prompts.cut(1024, 4, 7168, 1, 132).parts == 1  # experts, however few
 
 
 def test_several_weights_of_one_input(rng):
@@ -307,7 +309,7 @@ def test_experts_have_the_same_bits_in_any_tile(rng, monkeypatch, kind):
     chosen, weights = choice(rng, S, 2, 3)
     x, packed = torch.randn(S, D, generator=rng).bfloat16(), experts.pack_experts(*layer(rng, D, inner, 3, kind, "fp8"))
     results = []
-    for blocks, most in ((3, 128), (3, 112), (1, 64), (20, 32), (2, 16)):
+    for blocks, most in ((3, 128), (3, 80), (1, 64), (20, 32), (2, 16)):
         monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
         with emulated():
             results.append(prompts.moe(x, packed, chosen, weights, LIMIT, most))
@@ -404,6 +406,6 @@ def test_no_product_waits_for_another_one(nvcc, kernel_cache, name):
 
 @pytest.mark.parametrize("name", GEMMS)
 def test_registers(nvcc, kernel_cache, name):
-    """A kernel a result, whose 640 threads share 65,536 registers; 512 of them then take from the others."""
+    """A kernel a result and number of parts, whose 640 threads share 65,536 registers; 512 of them then take from the others."""
     used = [entry.registers for entry in build.usage(build.build(name, "sm_90a"))]
-    assert len(used) == 3 and max(used) == 96
+    assert len(used) == 9 and max(used) == 96

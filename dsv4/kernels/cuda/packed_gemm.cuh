@@ -17,9 +17,10 @@
 // Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go down the tokens first (up to
 // kBand of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no tile.
 //
-// Where a weight has few rows, its tiles are cut along K into two parts (prompts.py: whether depends on the weight alone, as the order of
-// additions does), one for each block of a cluster. Behind the products each sends the other one half of its sums, by tokens, a thread to
-// the same thread, and adds, rounds and stores the other half. A warp waits for the other block's warp alone.
+// Where a weight has few rows, its tiles are cut along K into two or four parts (prompts.py: how many depends on the weight alone, as the
+// order of additions does), one for each block of a cluster. Behind the products each sends every other one that one's share of the tokens,
+// a thread to the same thread, adds up its own share in the order of the parts, rounds and stores it. A warp waits for the same warps of
+// the other blocks alone. A block loads its own share first, the next block's behind it, and so on: so a share's registers are known.
 //
 // (account)
 //
@@ -50,7 +51,7 @@ struct Plan {
     const float *factors, *row_weights;  // factors [matrices, 3] or null: `factor`
     const int* offsets;                  // [matrices + 1], or null: all have all rows
     void* out;
-    int parts, units;                    // of K: 1 or 2; what is never parted
+    int parts, units;                    // of K: 1, 2 or 4; what is never parted
     int rows, columns, matrices, tiles, items, most;  // columns: of one matrix' out; tiles: packed ones; most: tokens of a tile
     int stages, stage_bytes;
     int x_step, out_step, out_columns;   // from one matrix' columns to the next one's; of a row of out
@@ -58,11 +59,14 @@ struct Plan {
     float factor, limit;
 };
 
-// The columns of the product for so many tokens, and their number: 8, 16, 24, 32, 48, .. 128. Of two parts sixteens, for two halves of eights.
+// The columns of the product for so many tokens, and their number: 8, 16, 24, 32, 48, 64, 80, 96, 128; of parts 32, 64, 96, 128, shares of
+// eights. With 112 as well ptxas ran out of registers ("insufficient register resources": it adds up those of all products of a kernel that
+// may be on their way around a loop) and made every wgmma wait for the one before.
 __host__ __device__ constexpr int width(int tokens, int parts = 1) {
-    return tokens <= 32 && parts == 1 ? (tokens + 7) / 8 * 8 : (tokens + 15) / 16 * 16;
+    const int step = parts > 1 || tokens > 96 ? 32 : tokens <= 32 ? 8 : 16;
+    return (tokens + step - 1) / step * step;
 }
-__host__ __device__ constexpr int width_number(int width) { return width <= 32 ? width / 8 - 1 : width / 16 + 1; }
+__host__ __device__ constexpr int width_number(int width) { return width <= 32 ? width / 8 - 1 : width <= 96 ? width / 16 + 1 : 8; }
 constexpr int kNumbers = width_number(kMost) + 1;
 
 // Of x, a box for each width; of the weights, a packed tile a row of 8-byte words: a stage's codes and an item's scales of a block's tiles.
@@ -98,21 +102,21 @@ struct Tile {
 
 struct alignas(16) Shared {
     uint64_t full[kMaxStages], empty[kMaxStages], scales_empty[kScales];
-    uint64_t sums_full[kMath / 32], sums_empty[kMath / 32];  // a warp's: the other block's sums are here; it has read what it was sent
+    uint64_t sums_full[kMath / 32], sums_empty[kMath / 32];  // a warp's: other blocks' sums are here; they have read what they got
     Rows rows;
     Tile tiles[kTilesAhead];
 };
 constexpr int kDynamicBytes = 227 << 10;
 
 // The tiles of this block, or of its cluster, one after the other.
-struct Walk {
+template <int kParts> struct Walk {
     const Plan& plan;
     const Rows& rows;
     int t, step, across_all;
     Tile tile = {};
 
     __device__ __forceinline__ Walk(const Plan& plan, const Rows& rows)
-        : plan(plan), rows(rows), t(int(blockIdx.x) / plan.parts), step(int(gridDim.x) / plan.parts),
+        : plan(plan), rows(rows), t(int(blockIdx.x) / kParts), step(int(gridDim.x) / kParts),
           across_all((plan.tiles + kTiles - 1) / kTiles) {
         t -= step;
     }
@@ -132,9 +136,10 @@ struct Walk {
     }
 };
 
-// Which part of K is this block's, and where part number `part` begins, in units.
-__device__ __forceinline__ int my_part(const Plan& plan) { return plan.parts == 1 ? 0 : int(cluster_rank()); }
-__device__ __forceinline__ int first_unit(const Plan& plan, int part) { return plan.units * part / plan.parts; }
+// Which part of K is this block's, its number in the cluster; and where part number `part` begins, in units. Not cluster_rank(): ptxas would
+// not know that all threads of a warp have the same, and would move the products' addresses to uniform registers anew in each stage.
+template <int kParts> __device__ __forceinline__ int my_part() { return int(blockIdx.x) % kParts; }
+template <int kParts> __device__ __forceinline__ int first_unit(const Plan& plan, int part) { return plan.units * part / kParts; }
 
 // Fills `rows`, by all threads of the block.
 __device__ __forceinline__ void count_tiles(const Plan& plan, Rows& rows) {
@@ -237,20 +242,23 @@ template <> struct Weights<kBf16> {  // 16 bytes are an operand
 // ---------------------------------------------------------------------------------------------------------------------- load
 
 // One thread: every stage of every tile of this block, as soon as there is room.
-template <int kFormat> __device__ __forceinline__ void load_tiles(const Maps& maps, const Plan& plan, Shared& shared, char* memory) {
+template <int kFormat, int kParts>
+__device__ __forceinline__ void load_tiles(const Maps& maps, const Plan& plan, Shared& shared, char* memory) {
     using S = Stage<kFormat>;
     char* scales_at = memory + plan.stages * plan.stage_bytes;
     Ring<kMaxStages> at;
     Ring<kScales> scales;
     at.parity = scales.parity = 1;  // a new barrier counts as having completed the phase of parity 1: the rings are empty
     bool waits = !plan.offsets;     // for the kernel before this one; the block's other threads wait for the tokens
-    const int begin = first_unit(plan, my_part(plan)) * S::kInUnit, end = first_unit(plan, my_part(plan) + 1) * S::kInUnit;
+    const int part = my_part<kParts>();
+    const int begin = first_unit<kParts>(plan, part) * S::kInUnit, end = first_unit<kParts>(plan, part + 1) * S::kInUnit;
     int place = 0;
-    for (Walk walk(plan, shared.rows); walk.next(); place = (place + 1) % kTilesAhead) {
+    for (Walk<kParts> walk(plan, shared.rows); walk.next(); place = (place + 1) % kTilesAhead) {
         const Tile& tile = walk.tile;
-        const int n = width(tile.tokens, plan.parts), chunk_bytes = n * kChunk * 2, column = tile.matrix * plan.x_step;
+        const int n = width(tile.tokens, kParts), chunk_bytes = n * kChunk * 2, column = tile.matrix * plan.x_step;
         const int packed = tile.matrix * plan.tiles + tile.across * kTiles;  // beyond a matrix' last one is any: not stored
-        const TensorMap* tokens = &maps.tokens[width_number(n)];
+        const int share = n / kParts;
+        const TensorMap* tokens = &maps.tokens[width_number(share)];
 #pragma unroll 1
         for (int stage = begin; stage < end; stage++) {
             const int in_item = stage % S::kInItem, word = stage / S::kInItem * (item_bytes(kFormat) / 8);
@@ -270,7 +278,10 @@ template <int kFormat> __device__ __forceinline__ void load_tiles(const Maps& ma
             to += kTiles * S::kCodeBytes;
 #pragma unroll
             for (int c = 0; c < S::kChunks; c++)
-                tensor_load(to + c * chunk_bytes, tokens, column + (stage * S::kChunks + c) * kChunk, tile.first_row, full);
+#pragma unroll
+                for (int i = 0; i < kParts; i++)
+                    tensor_load(to + c * chunk_bytes + i * share * kChunk * 2, tokens, column + (stage * S::kChunks + c) * kChunk,
+                                tile.first_row + (part + i) % kParts * share, full);
             at.next(plan.stages);
         }
     }
@@ -284,12 +295,13 @@ template <int kFormat> __device__ __forceinline__ void load_tiles(const Maps& ma
 #ifdef HAS_WGMMA
 
 // sum += the products over this block's columns of a tile of N tokens.
-template <int kFormat, int N>
+template <int kFormat, int kParts, int N>
 __device__ __forceinline__ void multiply(float (&sum)[N / 2], const Plan& plan, Shared& shared, const char* memory, Ring<kMaxStages>& at,
                                          Ring<kScales>& scales) {
     using S = Stage<kFormat>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = first_unit(plan, my_part(plan)) * S::kInUnit, end = first_unit(plan, my_part(plan) + 1) * S::kInUnit;
+    const int part = my_part<kParts>();
+    const int begin = first_unit<kParts>(plan, part) * S::kInUnit, end = first_unit<kParts>(plan, part + 1) * S::kInUnit;
     const char* my_scales = memory + plan.stages * plan.stage_bytes + warp * S::kScaleBytes + 16 * lane;
     uint32_t a[4][4];
 #pragma unroll 1
@@ -342,7 +354,7 @@ __device__ __forceinline__ float row_weight(const Plan& plan, const Tile& tile, 
 
 // A lane has of rows g and g + 8 of its warp's packed tile the tokens 2 q and 2 q + 1 of each 8. fp32: 32 bytes of a token at a time,
 // straight from the registers. bf16: turned over first, so that a lane has two neighbouring columns of token g.
-template <int kResult, int N> __device__ __forceinline__ void store(const float (&sum)[N / 2], const Plan& plan, const Tile& tile) {
+template <int kResult, int N> __device__ __forceinline__ void store(const float* sum, const Plan& plan, const Tile& tile) {
     const int t = made_here(threadIdx.x), lane = t % 32, g = lane / 4, q = lane % 4, packed = tile.across * kTiles + t / 32;
     const float* factors = plan.factors ? plan.factors + 3 * tile.matrix : nullptr;
     const int64_t step = plan.out_columns, first = tile.first_row * step + tile.matrix * plan.out_step;
@@ -385,56 +397,59 @@ template <int kResult, int N> __device__ __forceinline__ void store(const float 
     }
 }
 
-// Of two blocks' sums of N tokens: sends the other one its half and adds what it sends, as the first block's plus the second's, to `mine`.
-template <int N>
-__device__ __forceinline__ void exchange(const float (&sum)[N / 2], float (&mine)[N / 4], float4* received, Shared& shared, unsigned& parity) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const unsigned rank = cluster_rank(), other = rank ^ 1;
-    float4* to = cluster_map(received, other) + threadIdx.x;
+// The sums of all blocks of the cluster, in their order, for this block's share of N tokens: sum's first ones. `received`: a place for each
+// other block's, of which this block is number `part`.
+template <int N, int kParts>
+__device__ __forceinline__ void add_parts(float (&sum)[N / 2], float4* received, int part, Shared& shared, unsigned& parity) {
+    constexpr int kShare = N / 2 / kParts, kPlace = kShare / 4 * kMath;
+    const int t = threadIdx.x, lane = t % 32, warp = t / 32;
     mbarrier_wait_cluster(&shared.sums_empty[warp], parity ^ 1);
 #pragma unroll
-    for (int i = 0; i < N / 4; i += 4) {
-        float theirs[4];
+    for (int i = 1; i < kParts; i++) {  // to the block i further on, which has this one's kParts - i further on
+        float4* place = received + (kParts - i - 1) * kPlace + t;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            theirs[j] = rank ? sum[i + j] : sum[N / 4 + i + j];
-            mine[i + j] = rank ? sum[N / 4 + i + j] : sum[i + j];
+        for (int j = 0; j < kShare; j += 4) {
+            const float* s = sum + i * kShare + j;
+            store_cluster(place + j / 4 * kMath, (part + i) % kParts, float4{s[0], s[1], s[2], s[3]});
         }
-        to[i / 4 * kMath] = float4{theirs[0], theirs[1], theirs[2], theirs[3]};
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive_cluster(&shared.sums_full[warp], other);
+    if (lane < kParts && lane != part) mbarrier_arrive_cluster(&shared.sums_full[warp], lane);
     mbarrier_wait_cluster(&shared.sums_full[warp], parity);
 #pragma unroll
-    for (int i = 0; i < N / 4; i += 4) {  // either order of two is the same bits
-        const float4 from = received[i / 4 * kMath + threadIdx.x];
-        mine[i] += from.x, mine[i + 1] += from.y, mine[i + 2] += from.z, mine[i + 3] += from.w;
+    for (int j = 0; j < kShare; j += 4) {
+        float4 total = {-0.0f, -0.0f, -0.0f, -0.0f};  // plus x: x, whatever it is
+#pragma unroll
+        for (int p = 0; p < kParts; p++) {
+            float4 other = {sum[j], sum[j + 1], sum[j + 2], sum[j + 3]};
+            if (p != part) other = received[((p - part + kParts) % kParts - 1) * kPlace + j / 4 * kMath + t];
+            total.x += other.x, total.y += other.y, total.z += other.z, total.w += other.w;
+        }
+        sum[j] = total.x, sum[j + 1] = total.y, sum[j + 2] = total.z, sum[j + 3] = total.w;
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive_cluster(&shared.sums_empty[warp], other);
+    if (lane < kParts && lane != part) mbarrier_arrive_cluster(&shared.sums_empty[warp], lane);
     parity ^= 1;
 }
 
-template <int kFormat, int kResult, int N>
+template <int kFormat, int kResult, int kParts, int N>
 __device__ __forceinline__ void finish(const Plan& plan, const Tile& tile, Shared& shared, char* memory, Ring<kMaxStages>& at,
                                        Ring<kScales>& scales, unsigned& parity) {
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[i] = 0.0f;
-    multiply<kFormat, N>(sum, plan, shared, memory, at, scales);
-    if constexpr (N % 16 == 0)
-        if (plan.parts > 1) {
-            float mine[N / 4];
-            exchange<N>(sum, mine, reinterpret_cast<float4*>(&shared + 1), shared, parity);
-            const int first = int(cluster_rank()) * (N / 2);
-            store<kResult, N / 2>(mine, plan, {tile.matrix, tile.first_row + first, tile.tokens - first, tile.across});
-            return;
-        }
-    store<kResult, N>(sum, plan, tile);
+    multiply<kFormat, kParts, N>(sum, plan, shared, memory, at, scales);
+    if constexpr (kParts == 1) {
+        store<kResult, N>(sum, plan, tile);
+    } else {
+        const int part = my_part<kParts>(), first = part * (N / kParts);
+        add_parts<N, kParts>(sum, reinterpret_cast<float4*>(&shared + 1), part, shared, parity);
+        store<kResult, N / kParts>(sum, plan, {tile.matrix, tile.first_row + first, tile.tokens - first, tile.across});
+    }
 }
 #endif
 
-template <int kFormat, int kResult>
+template <int kFormat, int kResult, int kParts>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     PACKED_GEMM_KERNEL(const __grid_constant__ Maps maps, const __grid_constant__ Plan plan) {
 #ifdef HAS_WGMMA
@@ -443,16 +458,17 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < plan.stages; i++) mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], kMath / 32);
         for (int i = 0; i < kScales; i++) mbarrier_init(&shared.scales_empty[i], kMath / 32);
-        for (int i = 0; i < kMath / 32; i++) mbarrier_init(&shared.sums_full[i], 1), mbarrier_init(&shared.sums_empty[i], 1);
+        for (int i = 0; i < kMath / 32 && kParts > 1; i++)
+            mbarrier_init(&shared.sums_full[i], kParts - 1), mbarrier_init(&shared.sums_empty[i], kParts - 1);
         mbarrier_fence_init();
     }
     grid_dependency_launch();
     if (plan.offsets) grid_dependency_wait();  // else the thread that loads does so, behind the first weights
     count_tiles(plan, shared.rows);
-    if (plan.parts > 1) cluster_sync();  // both blocks' barriers are there
+    if (kParts > 1) cluster_sync();  // all blocks' barriers are there
     if (threadIdx.x >= kMath) {
         registers_less<kLoadRegisters>();
-        if (threadIdx.x == kMath) load_tiles<kFormat>(maps, plan, shared, memory);
+        if (threadIdx.x == kMath) load_tiles<kFormat, kParts>(maps, plan, shared, memory);
         return;
     }
     registers_more<kMathRegisters>();
@@ -463,28 +479,32 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
         mbarrier_wait(&shared.full[at.index], at.parity);
         const Tile& tile = shared.tiles[place];
         if (!tile.tokens) break;
-        switch (width_number(width(tile.tokens, plan.parts))) {
-            case 0: finish<kFormat, kResult, 8>(plan, tile, shared, memory, at, scales, parity); break;
-            case 1: finish<kFormat, kResult, 16>(plan, tile, shared, memory, at, scales, parity); break;
-            case 2: finish<kFormat, kResult, 24>(plan, tile, shared, memory, at, scales, parity); break;
-            case 3: finish<kFormat, kResult, 32>(plan, tile, shared, memory, at, scales, parity); break;
-            case 4: finish<kFormat, kResult, 48>(plan, tile, shared, memory, at, scales, parity); break;
-            case 5: finish<kFormat, kResult, 64>(plan, tile, shared, memory, at, scales, parity); break;
-            case 6: finish<kFormat, kResult, 80>(plan, tile, shared, memory, at, scales, parity); break;
-            case 7: finish<kFormat, kResult, 96>(plan, tile, shared, memory, at, scales, parity); break;
-            case 8: finish<kFormat, kResult, 112>(plan, tile, shared, memory, at, scales, parity); break;
-            default: finish<kFormat, kResult, 128>(plan, tile, shared, memory, at, scales, parity);
+        switch (width_number(width(tile.tokens, kParts))) {
+            case 3: finish<kFormat, kResult, kParts, 32>(plan, tile, shared, memory, at, scales, parity); break;
+            case 5: finish<kFormat, kResult, kParts, 64>(plan, tile, shared, memory, at, scales, parity); break;
+            case 7: finish<kFormat, kResult, kParts, 96>(plan, tile, shared, memory, at, scales, parity); break;
+            case 8: finish<kFormat, kResult, kParts, 128>(plan, tile, shared, memory, at, scales, parity); break;
+            default:
+                if constexpr (kParts == 1) {
+                    switch (width_number(width(tile.tokens))) {
+                        case 0: finish<kFormat, kResult, 1, 8>(plan, tile, shared, memory, at, scales, parity); break;
+                        case 1: finish<kFormat, kResult, 1, 16>(plan, tile, shared, memory, at, scales, parity); break;
+                        case 2: finish<kFormat, kResult, 1, 24>(plan, tile, shared, memory, at, scales, parity); break;
+                        case 4: finish<kFormat, kResult, 1, 48>(plan, tile, shared, memory, at, scales, parity); break;
+                        case 6: finish<kFormat, kResult, 1, 80>(plan, tile, shared, memory, at, scales, parity);
+                    }
+                }
         }
     }
-    // The other block's last access to this one's memory: it says that it has read what it was sent.
-    if (plan.parts > 1) mbarrier_wait_cluster(&shared.sums_empty[threadIdx.x / 32], parity ^ 1);
+    // The other blocks' last access to this one's memory: they say that they have read what they got.
+    if (kParts > 1) mbarrier_wait_cluster(&shared.sums_empty[threadIdx.x / 32], parity ^ 1);
 #endif
 }
 
-template <int kFormat, int kResult>
+template <int kFormat, int kResult, int kParts>
 static cudaError_t launch(const void* x, int x_columns, const void* weights, Plan plan, int blocks, cudaStream_t stream) {
     using S = Stage<kFormat>;
-    const int most = width(plan.most, plan.parts), sums = plan.parts > 1 ? most / 4 * kMath * 4 : 0;  // half a tile's
+    const int most = width(plan.most, kParts), sums = most * kBlockRows * 4 / kParts * (kParts - 1);
     const int beside = kScales * kTiles * S::kScaleBytes + int(sizeof(Shared)) + sums;
     plan.stage_bytes = S::kChunks * most * kChunk * 2 + kTiles * S::kCodeBytes;
     plan.stages = (kDynamicBytes - beside) / plan.stage_bytes;
@@ -498,10 +518,17 @@ static cudaError_t launch(const void* x, int x_columns, const void* weights, Pla
     for (int n = width(1); n <= most && error == cudaSuccess; n = width(n + 1))
         error = make_tensor_map(&maps.tokens[width_number(n)], 2, x, x_columns, plan.rows, size_t(x_columns) * 2, kChunk, n, Swizzle::k128);
     if (error != cudaSuccess) return error;
-    auto kernel = PACKED_GEMM_KERNEL<kFormat, kResult>;
-    LAUNCH_CLUSTER(kernel, dim3((blocks + plan.parts - 1) / plan.parts * plan.parts), dim3(kGemmThreads), plan.parts,
+    auto kernel = PACKED_GEMM_KERNEL<kFormat, kResult, kParts>;
+    LAUNCH_CLUSTER(kernel, dim3((blocks + kParts - 1) / kParts * kParts), dim3(kGemmThreads), kParts,
                    plan.stages * plan.stage_bytes + beside, stream, maps, plan);
     return cudaGetLastError();
+}
+
+template <int kFormat, int kResult>
+static cudaError_t launch(const void* x, int x_columns, const void* weights, const Plan& plan, int blocks, cudaStream_t stream) {
+    if (plan.parts == 1) return launch<kFormat, kResult, 1>(x, x_columns, weights, plan, blocks, stream);
+    if (plan.parts == 2) return launch<kFormat, kResult, 2>(x, x_columns, weights, plan, blocks, stream);
+    return launch<kFormat, kResult, 4>(x, x_columns, weights, plan, blocks, stream);
 }
 
 // weights: `matrices` packed ones of one shape, one after the other. Two ways to have several:
@@ -513,8 +540,7 @@ static cudaError_t launch(const void* x, int x_columns, const void* weights, Pla
 //   1  the weights are pairs (w1 with w3): out bf16 [rows, columns up to the next multiple of 64], arranged in the order of `short_order`:
 //      silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weights [rows] fp32 (null: 1);
 //   2  out fp32 [rows, (matrices *) columns].
-// parts: of K, 1 or, of a matrix without offsets and of more than 256 columns (of bf16 weights 128), 2; blocks is then rounded up to an even
-// number.
+// parts: of K, 1 or, without offsets, 2 or 4, each of 256 columns (of bf16 weights 128) at least; blocks is rounded up to a multiple.
 template <int kFormat>
 static cudaError_t packed_gemm(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,
                                void* out, int rows, int columns, int x_columns, int matrices, int result, int most, int parts,
@@ -534,7 +560,7 @@ static cudaError_t packed_gemm(const void* x, const void* weights, const float* 
     plan.out = out, plan.rows = rows, plan.columns = columns, plan.matrices = matrices, plan.most = most;
     plan.tiles = (columns + tile_rows - 1) / tile_rows, plan.items = (x_columns + item_columns(kFormat) - 1) / item_columns(kFormat);
     plan.parts = parts, plan.units = plan.items * (S::kInItem / S::kInUnit);
-    if (parts < 1 || parts > 2 || parts > plan.units) return cudaErrorInvalidValue;
+    if ((parts != 1 && parts != 2 && parts != 4) || parts > plan.units) return cudaErrorInvalidValue;
     plan.x_step = offsets ? 0 : x_columns, plan.out_step = offsets ? 0 : columns;
     plan.out_columns = result == kSwiglu ? (columns + kChunk - 1) / kChunk * kChunk : offsets ? columns : matrices * columns;
     plan.short_order = short_order, plan.factor = factor, plan.limit = limit;

@@ -198,8 +198,6 @@ PTX_WGMMA_A(64, PTX_S0 PTX_S1 PTX_S2 PTX_S3, 32, 33, 34, 35, 36, PTX_O8(0), PTX_
 PTX_WGMMA_A(80, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4, 40, 41, 42, 43, 44, PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32))
 PTX_WGMMA_A(96, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5, 48, 49, 50, 51, 52,
             PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32), PTX_O8(40))
-PTX_WGMMA_A(112, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5 PTX_S6, 56, 57, 58, 59, 60,
-            PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32), PTX_O8(40), PTX_O8(48))
 PTX_WGMMA_A(128, PTX_S0 PTX_S1 PTX_S2 PTX_S3 PTX_S4 PTX_S5 PTX_S6 PTX_S7, 64, 65, 66, 67, 68,
             PTX_O8(0), PTX_O8(8), PTX_O8(16), PTX_O8(24), PTX_O8(32), PTX_O8(40), PTX_O8(48), PTX_O8(56))
 #undef PTX_H0
@@ -405,6 +403,11 @@ template <class T> PTX_FN T* cluster_map(T* shared, unsigned rank) {  // the sam
     uint64_t mapped;
     asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(shared), "r"(rank));
     return reinterpret_cast<T*>(mapped);
+}
+// Stores to the same place in block `rank`'s shared memory.
+PTX_FN void store_cluster(float4* shared, unsigned rank, float4 v) {
+    asm volatile("{\n.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %0, %1;\nst.shared::cluster.v4.f32 [mapped], {%2, %3, %4, %5};\n}"
+                 ::"r"(ptx::shared_address(shared)), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 // mbarriers between them: arrives at block `rank`'s, for all that this thread has written or knows to be written; waits for such arrivals.
 PTX_FN void mbarrier_arrive_cluster(uint64_t* bar, unsigned rank) {
