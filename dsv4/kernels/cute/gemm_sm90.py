@@ -60,7 +60,8 @@ class Gemm(Persistent):
         row, matrix = Int64(batch) * k, Int64(n) * k
         x = cute.make_tensor(x_address, cute.make_layout((m, k, batch), stride=(row, 1, k)))
         w = cute.make_tensor(w_address, cute.make_layout((n, k, batch), stride=(k, 1, matrix)))
-        out = cute.make_tensor(out_address, cute.make_layout((m, n, batch), stride=(Int64(batch) * n, 1, n)))
+        out_row = cute.assume(Int64(batch) * n, divby=8)  # or `add_up` would store 2 bytes at a time
+        out = cute.make_tensor(out_address, cute.make_layout((m, n, batch), stride=(out_row, 1, n)))
 
         x_stages, w_stages, out_buffers = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -116,6 +117,8 @@ class Gemm(Persistent):
             if thread < self.groups * WARPGROUP + WARP:
                 self.load(load_x, x, load_w, w, load_x_scale, x_scale, s_x, s_w, s_scale, full, empty, rank, first_k, k_tiles,
                           rows_down, per_batch, first, step, last)
+            if const_expr(tile.split > 1):
+                self.sync_cluster()  # the partial sums are there; it adds none up, for which it has too few registers
         else:
             if const_expr(self.moves_registers):
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)
@@ -150,13 +153,12 @@ class Gemm(Persistent):
                 # The ring becomes the partial sums' place once no warpgroup reads it.
                 cute.arch.barrier(barrier_id=1, number_of_threads=self.groups * WARPGROUP)
                 self.leave_sums(sums, self.partial_sums(ring), group, thread)
+                down, across, batch = self.place(first, rows_down, per_batch, Int32(0))
+                self.sync_cluster()
+                self.add_up(self.partial_sums(ring), out, rank, down, across, batch, thread)
 
         # No block of a cluster may end while another one may still signal it or read its memory.
         self.sync_cluster()
-        if const_expr(tile.split > 1):
-            down, across, batch = self.place(first, rows_down, per_batch, Int32(0))
-            self.add_up(self.partial_sums(ring), out, rank, down, across, batch, thread)
-            self.sync_cluster()
 
     def layouts(self) -> tuple:
         """In shared memory, of the stages of x and of w and of the output's buffers."""
@@ -214,8 +216,8 @@ class Gemm(Persistent):
         _, across, batch = self.place(first, rows_down, per_batch, rank)
         for i in cutlass.range(begun, unroll=1):
             self.begin_stage(load_w, from_w[None, across, first_k + i, batch], to_w[None, i], full + i)
-        # The next kernel may start when all blocks of this one have come here, so none of them lacks a processor. One like this takes more
-        # than half of the shared memory: its blocks find room where a block of this one has ended, and wait for the end of all.
+        # The next kernel may start when all blocks of this one have come here, so none of them lacks a processor. One like this takes half
+        # of the shared memory or more: its blocks find room where a block of this one has ended, and wait for the end of all.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)  # a fresh barrier counts as having completed the phase of parity 1: the ring starts empty
@@ -431,22 +433,25 @@ class Gemm(Persistent):
 
     @cute.jit
     def add_up(self, partial: cute.Tensor, out: cute.Tensor, rank: Int32, down: Int32, across: Int32, batch: Int32, thread: Int32):
-        """This block's share of the tile's rows, 8 columns a thread: the partial sums of all blocks in the order of K."""
-        tile = self.tile
+        """This block's share of the tile's rows, 8 columns a thread: the partial sums of all blocks in the order of K. All that a thread
+        adds comes at once: another block's memory is 0.5 us away."""
+        tile, threads = self.tile, self.groups * WARPGROUP
         share, vectors = tile.rows // tile.split, tile.columns // 8
-        for j in cutlass.range(thread, share * vectors, self.threads, unroll=1):
-            row, vector = rank * share + j // vectors, j % vectors
-            i, column = down * tile.rows + row, across * tile.columns + vector * 8
-            if i < out.shape[0] and column < out.shape[1]:
-                total = cute.make_rmem_tensor(8, Float32)
-                total.fill(0.0)
-                for block in range_constexpr(tile.split):
-                    theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(partial.iterator, block), partial.layout)
-                    piece = cute.make_rmem_tensor(8, Float32)
-                    cute.autovec_copy(cute.coalesce(cute.local_tile(theirs, (1, 8), (row, vector))), piece)
+        turns = -(-share * vectors // threads)
+        pieces = cute.make_rmem_tensor((8, tile.split, turns), Float32)
+        for turn in range_constexpr(turns):
+            j = cutlass.min(thread + turn * threads, share * vectors - 1)  # behind the last one, once more the last one
+            for block in range_constexpr(tile.split):
+                theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(partial.iterator, block), partial.layout)
+                piece = cute.local_tile(theirs, (1, 8), (rank * share + j // vectors, j % vectors))
+                cute.autovec_copy(cute.coalesce(piece), pieces[None, block, turn])
+        for turn in range_constexpr(turns):
+            j = thread + turn * threads
+            i, vector = down * tile.rows + rank * share + j // vectors, across * vectors + j % vectors
+            if j < share * vectors and i < out.shape[0] and vector * 8 < out.shape[1]:
+                total, rounded = pieces[None, 0, turn], cute.make_rmem_tensor(8, BFloat16)
+                for block in range_constexpr(1, tile.split):
                     for e in range_constexpr(8):
-                        total[e] = total[e] + piece[e]
-                rounded = cute.make_rmem_tensor(8, BFloat16)
+                        total[e] = total[e] + pieces[e, block, turn]
                 rounded.store(total.load().to(BFloat16))
-                place = cute.local_tile(out[None, None, batch], (1, 8), (i, across * vectors + vector))
-                cute.autovec_copy(rounded, cute.coalesce(place))
+                cute.autovec_copy(rounded, cute.coalesce(cute.local_tile(out[None, None, batch], (1, 8), (i, vector))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 DSL = "4.8.1"  # nvidia-cutlass-dsl; pyproject.toml pins the same
 SCALE_BLOCK = 128  # e4m3: values of K, and rows of the weight, to a scale
@@ -101,19 +101,20 @@ class Tile:
         return -(-k // (self.depth * self.split * self.turn)) * self.turn
 
 
+# Of one product, on Hopper: (rows, columns): the clusters, then the splits. docs/measurements.md has the products that need each.
+_DENSE = {
+    "bf16": {(128, 256): ((1, 2), ()), (128, 192): ((1, 2), ()), (128, 128): ((1, 2), (2,)), (128, 96): ((), (2,)), (128, 64): ((1,), ()),
+             (64, 128): ((1,), ()), (64, 64): ((1,), (2, 4)), (64, 48): ((), (2,))},
+    "e4m3": {(128, 192): ((2,), ()), (128, 128): ((1,), (2,)), (64, 128): ((1,), (2, 4, 8))},
+}
+# A plan's entries (layouts.Groups) have 128 rows. The experts' tiles are enough for all processors, so K is not split.
+_GROUPED = {"bf16": (256, 192, 128), "e4m3": (192, 128)}
+
+
 def _tiles() -> tuple[Tile, ...]:
-    whole = {"bf16": ((128, 256), (128, 192), (128, 128), (64, 128), (64, 64)), "e4m3": ((128, 192), (128, 128), (64, 128))}
-    found = []
-    for kind, sizes in whole.items():
-        for size in sizes:
-            tile = Tile(kind, *size)
-            found.append(tile)
-            if tile.rows == 128:
-                found.append(replace(tile, cluster=2))
-            if tile.columns <= 128:
-                found += [replace(tile, split=s) for s in (2, 4, 8) if s < 8 or tile.columns == 128]
-    # A plan's entries (layouts.Groups) have 128 rows. The experts' tiles are enough for all processors, so K is not split.
-    found += [Tile(f"{kind}_grouped", *size) for kind, sizes in whole.items() for size in sizes if size[0] == 128]
+    found = [Tile(kind, *size, cluster, split) for kind, sizes in _DENSE.items() for size, (clusters, splits) in sizes.items()
+             for cluster, split in [*((c, 1) for c in clusters), *((1, s) for s in splits)]]
+    found += [Tile(f"{kind}_grouped", 128, columns) for kind, widths in _GROUPED.items() for columns in widths]
     return *found, *(Tile(kind, 128, columns, cluster) for kind in NVFP4_KINDS for columns in (128, 256) for cluster in (1, 2))
 
 

@@ -485,14 +485,15 @@ class Machine:
 
     def arithmetic(self, instruction: Instruction, name: str, kind: str):
         numpy_kind = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "u64": np.uint64, "b64": np.uint64,
-                      "b16": np.uint16, "f32": np.float32, "pred": bool}[kind]
+                      "b16": np.uint16, "s16": np.int16, "u16": np.uint16, "f32": np.float32, "pred": bool}[kind]
         target, *sources = instruction.operands
         sources = [self.read(s, numpy_kind) for s in sources]
         wide = {np.int32: np.int64, np.int64: np.int64}.get(numpy_kind, numpy_kind)
         shift = lambda f: lambda a, b: np.where(b < a.dtype.itemsize * 8, f(a, np.minimum(b, a.dtype.itemsize * 8 - 1)), 0)  # noqa: E731
         compute = {
             "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul.lo": lambda a, b: a * b, "mul": lambda a, b: a * b,
-            "mad.lo": lambda a, b, c: a * b + c, "mul.hi": lambda a, b: (a.astype(np.int64) * b.astype(np.int64) >> 32).astype(np.int32),
+            "mad.lo": lambda a, b, c: a * b + c,
+            "mul.hi": lambda a, b: (a.astype(np.int64) * b.astype(np.int64) >> 8 * a.dtype.itemsize).astype(numpy_kind),
             "mul.wide": lambda a, b: a.astype(np.int64) * b.astype(np.int64), "neg": lambda a: -a,
             "div": lambda a, b: np.trunc(a.astype(np.float64) / b).astype(numpy_kind), "rem": lambda a, b: np.fmod(a, b),
             "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
@@ -550,7 +551,7 @@ class Machine:
         return lambda warp, mask: self.write(warp, target, np.where(choice(warp), a(warp), b(warp)), mask)
 
     def convert(self, instruction: Instruction, to: str, of: str):
-        numpy_kind = {"s64": np.int64, "u64": np.uint64, "u32": np.uint32, "s32": np.int32}
+        numpy_kind = {"s64": np.int64, "u64": np.uint64, "u32": np.uint32, "s32": np.int32, "u16": np.uint16}
         target, source = instruction.operands[0], self.read(instruction.operands[1], numpy_kind[of])
         return lambda warp, mask: self.write(warp, target, source(warp).astype(numpy_kind[to]), mask)
 
@@ -1069,13 +1070,13 @@ class Machine:
 
     TABLE = [
         (r"(add|sub|mul\.lo|mul\.hi|mul\.wide|mad\.lo|div|rem|neg|min|max|and|or|xor|shl|shr|shf\.l\.wrap|not|mul|fma\.rn)"
-         r"\.(s32|u32|b32|s64|u64|b64|f32|pred)", arithmetic),
+         r"\.(s32|u32|b32|s64|u64|b64|s16|u16|b16|f32|pred)", arithmetic),
         (r"(fma\.rm|div\.rn|rcp\.rn|ex2\.approx\.ftz|cvt\.sat\.f32)\.(f32)", arithmetic),
         (r"mov\.(b16|b32|u32|b64|u64|f32|pred)", move),
         (r"setp\.(eq|ne|lt|le|gt|ge)\.(s32|u32|b32|s64|u64)", compare),
         (r"setp\.(lt|le|gt|ge)\.(f32)", compare),
         (r"selp\.(?:b16|b32|f32)", select),
-        (r"cvt\.(s64|u64|u32|s32)\.(s32|u32|u64|s64)", convert),
+        (r"cvt\.(s64|u64|u32|s32|u16)\.(s32|u32|u64|s64|u16)", convert),
         (r"cvt\.rn\.bf16(x2)?\.f32", round_bf16),
         (r"cvt\.f32\.(bf16|f16)", from_half),
         (r"cvt\.rn\.satfinite\.(e4m3x2|e2m1x2)\.f32", round_pair),

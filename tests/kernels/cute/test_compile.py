@@ -86,9 +86,10 @@ def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
     scales = (2 * TURN if tile.in_turns else tile.columns // SCALE_PART * (1 + tile.turn)) if tile.scaled else 0  # before the loop, within
     read, written = (sorted(re.findall(rf"{what}\.global\.(\S+)", ptx)) for what in ("ld", "st"))
     assert read == (["b32"] * (1 + scales) + ["v4.b32"] * 2 if tile.grouped else ["b32"] * scales)
-    if tile.grouped:
-        assert written == ["v4.b32"] * (parts * 4) and ptx.count("ld.shared.v4.b32") == len(written)
-    assert bool(written) == (tile.split > 1 or tile.grouped) and ("ld.shared::cluster" in ptx) == (tile.split > 1)
+    added = -(-tile.columns // 8 // tile.split // 2) if tile.split > 1 else 0  # pieces of 8 columns that a thread adds up, from each block
+    assert written == ["v4.b32"] * (parts * 4 if tile.grouped else added)
+    assert not tile.grouped or ptx.count("ld.shared.v4.b32") == len(written)
+    assert len(re.findall(r"ld\.shared::cluster\.v4\.b32", ptx)) == ptx.count("ld.shared::cluster") == 2 * tile.split * added
     assert ("setmaxnreg" in ptx) == (tile.grouped or (tile.scaled and tile.rows == 128))
 
 

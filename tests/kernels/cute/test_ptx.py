@@ -25,7 +25,7 @@ from .test_grouped_nvfp4 import spread, tokens, weights_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's interpreter")
 SMALL, LARGE = Tile("bf16", 64, 128), Tile("bf16", 128, 192, cluster=2)
-SPLIT = Tile("bf16", 64, 128, split=2)
+SPLIT = Tile("bf16", 64, 64, split=2)
 NVFP4, OVERLAPPING = Tile("nvfp4", 128, 128), Tile("nvfp4", 128, 256)
 PAIR = Tile("nvfp4", 128, 128, cluster=2)
 SWIGLU, SWIGLU_PAIR, ROWS = Tile("nvfp4_swiglu", 128, 128), Tile("nvfp4_swiglu", 128, 128, cluster=2), Tile("nvfp4_grouped", 128, 256)
