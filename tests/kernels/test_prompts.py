@@ -175,8 +175,8 @@ MEASURED_EXPERTS = {
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_times_of_dense_products(name):
-    """As predicted within a sixth, with 2 us for launch and start: the GPU's clock, taken as 1.7 GHz, was 1.5 to 1.98 in such runs. The chosen
-    tile is the fastest that was measured."""
+    """As predicted within a sixth, with 2 us for launch and start: the GPU's clock, taken as 1.7 GHz, was 1.5 to 1.98 in such runs. The
+    chosen tile is the fastest that was measured."""
     tokens, K, N, times = MEASURED[name]
     across = -(-N // prompts.BLOCK_ROWS)
     predicted = {cut: prompts._busiest(tokens, across, K, None, 132, prompts.Cut(*cut)) / 1700 + 2 for cut in times}
