@@ -12,9 +12,9 @@ import functools
 from .tiles import BITS, HOPPER_KINDS, NVFP4_KINDS, TILES, Tile
 
 # us a stage. Half the tile takes more than half the time, most so with e4m3, whose one warpgroup multiplies and adds in turn; bf16 tiles of
-# 64 and 96 columns and those of 64 rows wait for what comes from L2. 64 x 48 is a guess, by its bytes beside 64 x 64.
+# 64 and 96 columns and those of 64 rows wait for what comes from L2.
 STAGE_US = {("bf16", 128, 256): 0.65, ("bf16", 128, 192): 0.493, ("bf16", 128, 128): 0.332, ("bf16", 128, 96): 0.255,
-            ("bf16", 128, 64): 0.2, ("bf16", 64, 128): 0.187, ("bf16", 64, 64): 0.139, ("bf16", 64, 48): 0.122,
+            ("bf16", 128, 64): 0.2, ("bf16", 64, 128): 0.187, ("bf16", 64, 64): 0.139,
             ("e4m3", 128, 192): 0.575, ("e4m3", 128, 128): 0.365, ("e4m3", 64, 128): 0.3}
 L2_BYTES = 120e3  # a us, to a processor: 128 x 64's 24 KB
 # nvfp4: guesses for a B200, which nobody has measured, from its 9,000 TFLOP/s and 8 TB/s: additions and multiplications a us of a

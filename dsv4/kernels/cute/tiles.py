@@ -104,7 +104,7 @@ class Tile:
 # Of one product, on Hopper: (rows, columns): the clusters, then the splits. docs/measurements.md has the products that need each.
 _DENSE = {
     "bf16": {(128, 256): ((1, 2), ()), (128, 192): ((1, 2), ()), (128, 128): ((1, 2), (2,)), (128, 96): ((), (2,)), (128, 64): ((1,), ()),
-             (64, 128): ((1,), ()), (64, 64): ((1,), (2, 4)), (64, 48): ((), (2,))},
+             (64, 128): ((1,), ()), (64, 64): ((1,), (2, 4))},
     "e4m3": {(128, 192): ((2,), ()), (128, 128): ((1,), (2,)), (64, 128): ((1,), (2, 4, 8))},
 }
 # A plan's entries (layouts.Groups) have 128 rows. The experts' tiles are enough for all processors, so K is not split.

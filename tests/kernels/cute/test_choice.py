@@ -59,13 +59,13 @@ def test_large_products_are_cut_into_large_tiles_and_thin_ones_are_split():
 
 
 # By kind and M (of an expert, where there are several), for each (N, K, batch): tiles within 2 %, of bf16 experts 3 %, of the fastest one
-# on an H200. docs/measurements.md has the sweeps that these are from. wq_a's rows at M = 128 are not among them: choice.py takes 64x48_s2
-# there, which no sweep has had.
+# on an H200. docs/measurements.md has the sweeps that these are from.
 FASTEST = {
     ("bf16", 128): {
-        (512, 7168, 1): "64x64_s4", (65536, 1536, 1): "128x128", (1024, 4096, 16): "128x128", (7168, 16384, 1): "128x128_s2",
-        (6144, 7168, 1): "128x96_s2", (7168, 3072, 1): "128x64", (8192, 1536, 1): "128x64", (512, 4096, 1): "64x64_s4",
-        (32768, 1024, 1): "128x64 128x128", (1024, 4096, 8): "128x64", (4096, 8192, 1): "64x64 128x128_s2 64x128 128x64",
+        (1536, 7168, 1): "64x64_s2", (512, 7168, 1): "64x64_s4", (65536, 1536, 1): "128x128", (1024, 4096, 16): "128x128",
+        (7168, 16384, 1): "128x128_s2", (6144, 7168, 1): "128x96_s2", (7168, 3072, 1): "128x64", (8192, 1536, 1): "128x64",
+        (1024, 4096, 1): "64x64_s2", (512, 4096, 1): "64x64_s4", (32768, 1024, 1): "128x64 128x128", (1024, 4096, 8): "128x64",
+        (4096, 8192, 1): "64x64 128x128_s2 64x128 128x64",
         (4096, 4096, 1): "64x64 128x64", (4096, 2048, 1): "64x64", (8192, 1024, 1): "64x128 128x64"},
     ("bf16", 2048): {
         (512, 7168, 1): "64x128", (1536, 7168, 1): "128x192 128x192_c2", (7168, 16384, 1): "128x128 128x128_c2"},
