@@ -8,7 +8,7 @@
 // 64 (arrange.cuh): the kernel that gathers the rows writes it (arrange_tokens), for w2 the epilogue of w1 and w3.
 //
 // A block is four warpgroups that multiply, 64 rows each, and a thread that loads; one an SM. Its tile is 256 rows by up to 128 tokens, of
-// which the product is as wide as there are, in eights up to 32, in sixteens above. A stage of the ring is 128 columns of FP4 (64 of FP8
+// which the product is as wide as there are, in eights up to 32, in sixteens up to 96. A stage of the ring is 128 columns of FP4 (64 of FP8
 // and bf16): one tensor copy of the codes of all 16 packed tiles, one of the tokens for each 64 columns; as many stages as fit, 4 with 128
 // tokens. An item's scales come with the first of its stages, into a ring of their own. A warpgroup expands 64 columns into 16 registers,
 // starts their four products and waits for these; meanwhile the other three expand or multiply. With all tokens a tile may have, `most`, a
@@ -42,13 +42,13 @@
 #define HAS_WGMMA
 #endif
 
-constexpr int kMath = 512, kGemmThreads = kMath + 128;          // that multiply; and a warpgroup of which one thread loads
-constexpr int kMathRegisters = 112, kLoadRegisters = 32;        // of a thread
+constexpr int kMath = 512, kGemmThreads = kMath + 128;           // that multiply; and a warpgroup of which one thread loads
+constexpr int kMathRegisters = 112, kLoadRegisters = 32;         // of a thread
 constexpr int kTiles = kMath / 32, kBlockRows = kTiles * kRows;  // packed tiles of a block, one a warp
-constexpr int kMost = 128;                                    // tokens of a tile
-constexpr int kMaxStages = 8, kScales = 2;                    // of an item's scales: on their way or in use
-constexpr int kTilesAhead = 16;  // the one that is stored, those of all stages behind it, the end
-constexpr int kBand = 8;                                      // tiles of tokens before the next rows
+constexpr int kMost = 128;                                       // tokens of a tile
+constexpr int kMaxStages = 8, kScales = 2;                       // of an item's scales: on their way or in use
+constexpr int kTilesAhead = 16;                                  // the one that is stored, those of all stages behind it, the end
+constexpr int kBand = 8;                                         // tiles of tokens before the next rows
 constexpr int kMaxMatrices = 384;
 static_assert(kMath * kMathRegisters + 128 * kLoadRegisters <= 65536 / kGemmThreads / 8 * 8 * kGemmThreads, "registers");
 
