@@ -157,6 +157,11 @@ def cut(tokens: int, across: int, columns: int, experts: int | None, blocks: int
     the tiles for which the busiest of the processors (`blocks`) has the least to do. No step has more than PROMPT_TOKENS; a product of
     more has whole columns, as then there are tiles enough."""
     parts = 1 if experts or tokens > PROMPT_TOKENS else parts_of(across, columns)
+    return _best(tokens, across, columns, experts, blocks, parts)
+
+
+@functools.lru_cache(maxsize=4096)  # 0.1 to 0.6 ms each
+def _best(tokens: int, across: int, columns: int, experts: int | None, blocks: int, parts: int) -> Cut:
     return min(_cuts(parts), key=lambda c: _busiest(tokens, across, columns, experts, blocks, c))
 
 

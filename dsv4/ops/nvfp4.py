@@ -46,8 +46,9 @@ def swiglu_to_nvfp4_ref(h: torch.Tensor, weights: torch.Tensor | None, limit: fl
     """NVFP4 of silu(gate) * up, the clamps of model.md section 8 before it: h [S, 2 I] any float dtype, 16 gates and their 16 ups in turn
     (layouts.interleave_gate_up), weights [S] fp32 (the routing weight of each row) or None -> rows of I values.
 
-    The rows' scale is known before a row is: |silu(gate) * up| < limit^2, so limit^2 / (6 * 448), times the routing weight. So the weight
-    is applied in fp32 before w2, as everywhere, and costs no bits. Blocks below about limit^2 * 2^-15 get coarser scales, those below
+    The rows' scale is known before a row is: |silu(gate) * up| < limit^2 (for limits from 0.279 on; of smaller ones it cuts what gates
+    below zero make), so limit^2 / (6 * 448), times the routing weight. So the weight is applied in fp32 before w2, as everywhere, and costs
+    no bits. Blocks below about limit^2 * 2^-15 get coarser scales, those below
     limit^2 * 2^-19 become zero. Nothing is rounded to h's dtype in between.
     """
     gate, up = h.float().unflatten(-1, (-1, 2, GATE_UP)).unbind(-2)

@@ -226,6 +226,18 @@ def test_groups(rng, kind):
     compare.assert_as_good(got, low, exact, roundings=4, scale=torch.einsum(terms, x.double().abs(), w.double().abs()))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_stay_apart(rng, kind):
+    """Not a number in one group of a token, where K ends within an item: the other groups do not see it."""
+    G, K = 3, 96
+    weight, x = any_weight(rng, kind, G * 16, K, block=(8, 128)), tokens(rng, 5, G, K)
+    x[2, 1, 3], x[4, 2, 5] = float("nan"), float("inf")
+    packed = linear.pack_weights((weight,))
+    with emulated():
+        got = prompts.grouped_linear(arranged(x, packed), packed)
+    assert [(m, g) for m in range(5) for g in range(G) if not got[m, g].isfinite().all()] == [(2, 1), (4, 2)]
+
+
 def test_extremes(rng):
     """Not a number and infinity stay with their token; the largest scales and codes; no token."""
     weight, x = any_weight(rng, "nvfp4", 128, 512), tokens(rng, 40, 512)

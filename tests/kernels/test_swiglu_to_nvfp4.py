@@ -107,6 +107,16 @@ def test_other_limits(rng, limit):
     check(*random_halves(rng, 3, 64), limit=limit)
 
 
+@pytest.mark.parametrize("limit", [2.0**-16, 0.01, 0.1, 0.27, 0.28])
+def test_limits_that_gates_below_zero_pass(rng, limit):
+    """silu is -0.278 at -1.28, which no clamp cuts: at limits below, values pass limit^2, and their codes are cut to 6 times the scale."""
+    gate, up = random_halves(rng, 5, 64)
+    gate[0], up[0, ::2], up[0, 1::2] = -1.28, limit, -limit
+    gate[1, ::3], up[1] = -1.0, 1.0
+    got = check(gate, up, limit=limit)
+    assert ((got.values[0] & 0x77) == 0x77).all()
+
+
 def test_not_finite(rng):
     """NaN passes the clamp and spoils its block; +inf is cut to the limit; -inf as a gate is NaN, as in the definition."""
     gate, up = random_halves(rng, 6, 48)

@@ -9,10 +9,10 @@
 //
 // A block is four warpgroups that multiply, 64 rows each, and a thread that loads; one an SM. Its tile is 256 rows by up to 128 tokens, of
 // which the product is as wide as there are, in eights up to 32, in sixteens up to 96. A stage of the ring is 128 columns of FP4 (64 of FP8
-// and bf16): one tensor copy of the codes of all 16 packed tiles, one of the tokens for each 64 columns; as many stages as fit, 4 with 128
-// tokens. An item's scales come with the first of its stages, into a ring of their own. A warpgroup expands 64 columns into 16 registers,
-// starts their four products and waits for these; meanwhile the other three expand or multiply. With all tokens a tile may have, `most`, a
-// token's result has the same bits: one chain of products a sum, in the order of the columns.
+// and bf16): one tensor copy of the codes of all 16 packed tiles, one of the tokens for each 64 columns; as many stages as fit, of FP4 with
+// 128 tokens 4. An item's scales come with the first of its stages, into a ring of their own. A warpgroup expands 64 columns into 16
+// registers, starts their four products and waits for these; meanwhile the other three expand or multiply. With all tokens a tile may have,
+// `most`, a token's result has the same bits: one chain of products a sum, in the order of the columns.
 //
 // Blocks go from tile to tile until none is left; the next tile's copies come while one is stored. Tiles go down the tokens first (up to
 // kBand of them, then the next rows), so that neighbours in time share weights. An expert without tokens has no tile.
@@ -61,6 +61,7 @@ struct Plan {
     int parts, units;                    // of K: 1, 2 or 4; what is never parted
     int rows, columns, matrices, tiles, items, most;  // columns: of one matrix' out; tiles: packed ones; most: tokens of a tile
     int stages, stage_bytes;
+    int x_columns, x_width;              // of a matrix' weights, in 64s; of x
     int x_step, out_step, out_columns;   // from one matrix' columns to the next one's; of a row of out
     bool short_order;                    // of hidden's columns (arrange.cuh)
     float factor, limit;
@@ -143,8 +144,7 @@ template <int kParts> struct Walk {
     }
 };
 
-// Which part of K is this block's, its number in the cluster; and where part number `part` begins, in units. Not cluster_rank(): ptxas would
-// not know that all threads of a warp have the same, and would move the products' addresses to uniform registers anew in each stage.
+// Which part of K is this block's, its number in the cluster; and where part number `part` begins, in units.
 template <int kParts> __device__ __forceinline__ int my_part() { return int(blockIdx.x) % kParts; }
 template <int kParts> __device__ __forceinline__ int first_unit(const Plan& plan, int part) { return plan.units * part / kParts; }
 
@@ -284,11 +284,13 @@ __device__ __forceinline__ void load_tiles(const Maps& maps, const Plan& plan, S
             if (waits) grid_dependency_wait(), waits = false;
             to += kTiles * S::kCodeBytes;
 #pragma unroll
-            for (int c = 0; c < S::kChunks; c++)
+            for (int c = 0; c < S::kChunks; c++) {
+                const int chunk = (stage * S::kChunks + c) * kChunk;  // behind the last one zeros, not the next matrix' columns
 #pragma unroll
                 for (int i = 0; i < kParts; i++)
-                    tensor_load(to + c * chunk_bytes + i * share * kChunk * 2, tokens, column + (stage * S::kChunks + c) * kChunk,
-                                tile.first_row + (part + i) % kParts * share, full);
+                    tensor_load(to + c * chunk_bytes + i * share * kChunk * 2, tokens,
+                                chunk < plan.x_columns ? column + chunk : plan.x_width, tile.first_row + (part + i) % kParts * share, full);
+            }
             at.next(plan.stages);
         }
     }
@@ -568,7 +570,7 @@ static cudaError_t packed_gemm(const void* x, const void* weights, const float* 
     plan.tiles = (columns + tile_rows - 1) / tile_rows, plan.items = (x_columns + item_columns(kFormat) - 1) / item_columns(kFormat);
     plan.parts = parts, plan.units = plan.items * (S::kInItem / S::kInUnit);
     if ((parts != 1 && parts != 2 && parts != 4) || parts > plan.units) return cudaErrorInvalidValue;
-    plan.x_step = offsets ? 0 : x_columns, plan.out_step = offsets ? 0 : columns;
+    plan.x_columns = x_columns, plan.x_width = x_width, plan.x_step = offsets ? 0 : x_columns, plan.out_step = offsets ? 0 : columns;
     plan.out_columns = result == kSwiglu ? (columns + kChunk - 1) / kChunk * kChunk : offsets ? columns : matrices * columns;
     plan.short_order = short_order, plan.factor = factor, plan.limit = limit;
     if (result == kRounded) return launch<kFormat, kRounded>(x, x_width, weights, plan, blocks, stream);

@@ -6,5 +6,5 @@ extern "C" int packed_gemm_fp8(const void* x, const void* weights, const float* 
                                void* out, int rows, int columns, int x_columns, int matrices, int result, int most, int parts,
                                int short_order, int blocks, float factor, float limit, cudaStream_t stream) {
     return packed_gemm<kFp8>(x, weights, factors, offsets, row_weights, out, rows, columns, x_columns, matrices, result, most, parts,
-                            short_order, blocks, factor, limit, stream);
+                             short_order, blocks, factor, limit, stream);
 }

@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kMaxThreads) swiglu_to_nvfp4_kernel(const T* h
     const Nvfp4Row row = nvfp4_row(values, scales, token, groups, swizzled);
     if (token >= tokens) return store_no_scales(row, groups);
     if (threadIdx.x == 0) row_scales[token] = weights ? scale * weights[token] : scale;
-    const RowScale of_row = {divisor(scale), scale >= 0x1p-60f && scale <= 0x1p50f};
+    // A gate is not clamped from below, and |silu| has 0.278 there: below that limit values pass limit^2, and codes must be cut.
+    const RowScale of_row = {divisor(scale), limit >= 0.279f && scale <= 0x1p50f};
     for (int group = threadIdx.x; group < (groups + 3) / 4 * 4; group += blockDim.x) {
         Products<T> a;
         Group<T> gate, up;
