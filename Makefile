@@ -1,5 +1,5 @@
 # make demo   the environment, then a question to the bundled checkpoint
-# make test   the environment, ruff, the test suite (what CI runs): 8 minutes on 2 cores, 17 on busy ones
+# make test   the environment, ruff, the test suite (what CI runs): 12 minutes on 2 cores, 20 on busy ones
 # make lint   ruff alone
 # make gpu-test   the kernels, the emulator's instructions and the bundled model on this machine's GPU
 #

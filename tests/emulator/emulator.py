@@ -79,6 +79,12 @@ class Machine:
         A tensor starts at a multiple of 256, or as many bytes past one as `offsets` has for its name. OUT and WORK start as 0xFF bytes
         (NaN, -1) that the kernel may not read, and OUT must be wholly written. None is a null pointer. Raises EmulatorError.
         """
+        try:
+            return self._run(kernel, values, offsets)
+        finally:
+            self.library.emu_reset(0)  # a library keeps nothing of its last launch
+
+    def _run(self, kernel: launch.Kernel, values: list, offsets: dict[str, int] | None) -> int:
         self.library.emu_reset(int(self.reverse))
         guarded = Guarded(kernel, values, offsets or {}, torch.device("cpu"))
         for (name, kind, _, view), address in zip(guarded.tensors, guarded.addresses, strict=True):

@@ -316,11 +316,11 @@ def test_experts_with_few_tokens(rng, monkeypatch, kind, most, reverse):
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_have_the_same_bits_in_any_tile(rng, monkeypatch, kind):
     """From any number of blocks; K of several items, so that all rings go round."""
-    D, inner, S = 1632, 288, 70
+    D, inner, S = 1120, 160, 70
     chosen, weights = choice(rng, S, 2, 3)
     x, packed = torch.randn(S, D, generator=rng).bfloat16(), experts.pack_experts(*layer(rng, D, inner, 3, kind, "fp8"))
     results = []
-    for blocks, most in ((3, 128), (3, 80), (1, 64), (20, 32), (2, 16)):
+    for blocks, most in ((3, 128), (1, 80), (20, 32), (2, 16)):
         monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
         with emulated():
             results.append(prompts.moe(x, packed, chosen, weights, LIMIT, most))
