@@ -51,8 +51,8 @@ def processors(device: torch.device) -> int:
 def gemm(x: torch.Tensor, w: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
     """x [M, K] @ w [N, K]^T -> [M, N], or x [M, G, K] with w [G * N, K] -> [M, G, N]: group g of x meets rows [g * N, (g + 1) * N) of w.
 
-    All in bf16; fp32 sums, one rounding. Any M and G, K and N multiples of 8. `tile`: instead of the chosen one. Raises UserError for
-    other shapes or dtypes.
+    All in bf16; fp32 sums, one rounding. Any M and G, K and N multiples of 8. w is a weight: it is read before the kernels in front have
+    ended, so none of ours may just have written it. `tile`: instead of the chosen one. Raises UserError for other shapes or dtypes.
     """
     groups = x.shape[1] if x.dim() == 3 else 1
     expect(x.dim() in (2, 3) and w.dim() == 2 and x.shape[-1] == w.shape[1] and groups > 0 and w.shape[0] % groups == 0 and w.shape[1] > 0
@@ -76,8 +76,8 @@ def fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def gemm_fp8(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
     """x [M, K] and w [N, K] in e4m3, x_scale as `fp8_rows` makes it, w_scale fp32 [ceil(N / 128), ceil(K / 128)] -> x @ w^T [M, N] in bf16.
 
-    Any M, K a multiple of 16, N of 8. The tensor cores sum 128 products, fp32 FMAs the rest, one rounding. Raises UserError for other
-    shapes or dtypes.
+    Any M, K a multiple of 16, N of 8. The tensor cores sum 128 products, fp32 FMAs the rest, one rounding. w and its scales are weights, as
+    in `gemm`. Raises UserError for other shapes or dtypes.
     """
     fine = x.dim() == w.dim() == 2 and x.shape[1] == w.shape[1] > 0 and w.shape[1] % 16 == 0 and w.shape[0] % 8 == 0
     if fine:
