@@ -109,13 +109,6 @@ class GroupedNvfp4Gemm(Nvfp4Gemm):
 
         self.end(columns, warp)
 
-    @cute.jit
-    def entry(self, plan: cute.Tensor, number: Int32):
-        """(expert, first row, rows, tile of scales) of the plan's entry."""
-        found = cute.make_rmem_tensor(4, Int32)
-        cute.autovec_copy(plan[number, None], found)
-        return found[0], found[1], found[2], found[3]
-
     # -------------------------------------------------------------------------------------------------------------- load
 
     @cute.jit

@@ -122,11 +122,7 @@ class Gemm(Persistent):
         else:
             if const_expr(self.moves_registers):
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            mma = self.mma()
-            thr_mma = mma.get_slice(0)
-            mine = cute.local_tile(s_x, (64, tile.depth, tile.stages), (group, 0, 0))
-            a, b = mma.make_fragment_A(thr_mma.partition_A(mine)), mma.make_fragment_B(thr_mma.partition_B(s_w))
-            sums = cute.make_rmem_tensor(mma.partition_shape_C((64, tile.columns)), Float32)
+            a, b, sums = self.operands(s_x, s_w, group)
             stage, phase = Int32(0), Int32(0)
             if const_expr(self.alternate):
                 if group == 1:
@@ -190,6 +186,14 @@ class Gemm(Persistent):
         op = (warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, shape, SMEM, K, K) if self.scaled else
               warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, SMEM, K, K))
         return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    def operands(self, s_x: cute.Tensor, s_w: cute.Tensor, group: Int32) -> tuple:
+        """(the warpgroup's 64 rows of x and all of w, by stage, as wgmma reads them; registers for its sums)"""
+        tile, mma = self.tile, self.mma()
+        thr_mma = mma.get_slice(0)
+        mine = cute.local_tile(s_x, (64, tile.depth, tile.stages), (group, 0, 0))
+        return (mma.make_fragment_A(thr_mma.partition_A(mine)), mma.make_fragment_B(thr_mma.partition_B(s_w)),
+                cute.make_rmem_tensor(mma.partition_shape_C((64, tile.columns)), Float32))
 
     # -------------------------------------------------------------------------------------------------------------- load
 

@@ -18,7 +18,7 @@ multiple of 16 bytes; so each expert's scales begin a tile of 128 (layouts.group
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from .gemm_sm90 import LOADER_REGISTERS, MATH_REGISTERS, MY_TURN, WARPGROUP, Gemm
@@ -94,11 +94,7 @@ class GroupedGemm(Gemm):
         else:
             if const_expr(self.moves_registers):
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            mma = self.mma()
-            thr_mma = mma.get_slice(0)
-            mine = cute.local_tile(s_x, (64, tile.depth, tile.stages), (group, 0, 0))
-            a, b = mma.make_fragment_A(thr_mma.partition_A(mine)), mma.make_fragment_B(thr_mma.partition_B(s_w))
-            sums = cute.make_rmem_tensor(mma.partition_shape_C((64, tile.columns)), Float32)
+            a, b, sums = self.operands(s_x, s_w, group)
             stage, phase = Int32(0), Int32(0)
             if const_expr(self.alternate):
                 if group == 1:
@@ -125,13 +121,6 @@ class GroupedGemm(Gemm):
                     cute.arch.barrier(barrier_id=MY_TURN, number_of_threads=2 * WARPGROUP)  # a last arrival, so that none is left
             if thread % WARPGROUP < WARP:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def entry(self, plan: cute.Tensor, number: Int32):
-        """(expert, first row, rows, tile of scales) of the plan's entry."""
-        found = cute.make_rmem_tensor(4, Int32)
-        cute.autovec_copy(plan[number, None], found)
-        return found[0], found[1], found[2], found[3]
 
     # -------------------------------------------------------------------------------------------------------------- load
 

@@ -52,3 +52,10 @@ class Persistent:
         here = cutlass.min(rows_down - band * high, high)  # the last band may be lower
         down, across = band * high + t % here, t // here
         return (down * tile.cluster + rank if const_expr(tile.cluster > 1) else down), across, batch
+
+    @cute.jit
+    def entry(self, plan: cute.Tensor, number: Int32):
+        """(expert, first row, rows, tile of scales) of an entry of Groups' plan (../layouts.py)."""
+        found = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(plan[number, None], found)
+        return found[0], found[1], found[2], found[3]
