@@ -24,12 +24,12 @@
 //
 // Instructions a warp for 64 columns of NVFP4: 75, of which 48 expand, so a scheduler with its four warps has 300 for 256 rows; the tensor
 // cores take 128 cycles for 32 tokens, 512 for 128. Measured on an H200, cycles of 64 columns x 256 rows at 1.7 GHz, by dense products: 490
-// with 16 tokens, 580 with 32, 740 with 64, 930 with 96, 1,170 with 128, which is 92 to 100 % of torch's bf16 rate where tiles of 128 fill
-// the GPU. Of experts, whose weights come from DRAM (480 cycles): 540 with 8 tokens, 640 with 24, 920 with 64, 1,320 with 128. So the
-// warpgroups expand at the same time and multiply at the same time; having them multiply in turns, by named barriers, was slower in each of
-// eight forms. Two warpgroups had 1,310 for 128 rows and 256 tokens, and two such blocks an SM 1,140 for 128 rows and 64 tokens each: two
-// warpgroups hide less. A box of tokens is as high as the product is wide: boxes of 16 and of 8 rows took 2 and 35 % longer than of 32,
-// with 128 tokens. (docs/measurements.md)
+// with 16 tokens, 580 with 32, 740 with 64, 930 with 96, 1,170 with 128, and 93 to 101 % of torch's bf16 rate with 4,096 tokens where a
+// weight has 1,024 rows or more. Of experts, whose weights come from DRAM (480 cycles): 540 with 8 tokens, 640 with 24, 920 with 64, 1,320
+// with 128. So the warpgroups expand at the same time and multiply at the same time; having them multiply in turns, by named barriers, was
+// slower in each of eight forms. Two warpgroups had 1,310 for 128 rows and 256 tokens, and two such blocks an SM 1,140 for 128 rows and 64
+// tokens each: two warpgroups hide less. A box of tokens is as high as the product is wide: boxes of 16 and of 8 rows took 2 and 35 %
+// longer than of 32, with 128 tokens. (docs/measurements.md)
 //
 // FP8: the block scale multiplies the weights in bf16, which is exact if it has up to 4 significant bits (prompts.takes); decode applies it
 // to the sums of 128 columns, for which there are no registers here.

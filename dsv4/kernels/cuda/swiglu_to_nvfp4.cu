@@ -4,8 +4,8 @@
 // A lane makes a group of its 16 gates and 16 ups, on its own. 4.5625 bytes a value from bf16 (8.5625 from fp32): 4,096 x 3,072 are 57 MB
 // and 13.4 us at the H200's 4.3 TB/s. sm_90a's SASS has 33 instructions a value, 12.6 of them the ALUs', and 2 more of the special units:
 // 14, 11 and 7 us at 132 SMs of 1.75 GHz, so issue and memory are as long as one another. The exponential is 8 of them, its sum, clamps,
-// quotient and products 9, the loads' conversions 2, the codes 8. By count, not measured; with 8 values a lane and IEEE divisions it took
-// 43 us, 3.3 times its bytes. In an epilogue the 4 (8) bytes fall away.
+// quotient and products 9, the loads' conversions 2, the codes 8. On an H200 20.8 us (docs/measurements.md); with 8 values a lane and IEEE
+// divisions it took 43. In an epilogue the 4 (8) bytes fall away.
 #include "nvfp4.cuh"
 
 // Of gates and ups: magnitudes, and the signs of `factors`, which are the products'.

@@ -3,8 +3,8 @@
 // A block has a row and keeps it in registers: one read, one barrier for the row's amax. 2.5625 bytes a value of bf16 (read 2, write 0.5
 // and 1/16), so 4,096 x 7,168 are 75 MB and 17.5 us at the H200's 4.3 TB/s. sm_90a's SASS has 15 instructions a value in two chunks, 6.4 of
 // them the ALUs': 132 SMs at 1.75 GHz issue them in 15 us, these in 13. Seven such blocks of 224 threads and 40 registers share an SM, 100
-// KB of reads. By count, not measured. With a block of 16 as two lanes' and IEEE divisions it took 43 us on an H200 for 20 instructions a
-// value, 10 of them the ALUs', so that waiting was half of it: four blocks of 224 threads shared an SM.
+// KB of reads. On an H200 23.6 us (docs/measurements.md). With a block of 16 as two lanes' and IEEE divisions it took 43 us for 20
+// instructions a value, 10 of them the ALUs', so that waiting was half of it: four blocks of 224 threads shared an SM.
 #include "nvfp4.cuh"
 
 template <class T, int kChunks>
