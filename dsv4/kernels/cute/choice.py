@@ -25,7 +25,7 @@ MEMORY_BYTES = {**dict.fromkeys(HOPPER_KINDS, 4.6e6), **dict.fromkeys(NVFP4_KIND
 BOTH = 3  # stages and memory, where they take as long, each make the other late: 1.26 times that long together
 LAUNCH_US = 0.4  # that the kernel in front does not hide
 TILE_US = 1.4  # storing a tile, 128 columns of it; the loads of the next tile go on
-SPLIT_US = 0.57  # meeting a cluster and adding up its sums, a block and 64 rows
+SPLIT_US = 0.2  # sending sums to each other and adding them up, a block and 64 rows
 ANEW_US = 4.9  # split: a block's start where another one has ended, and its first stages
 REACH = 0.85  # of the processors, for clusters of 4 and 8, each within a GPC: by their times, 24 and 12 ran at once on 132, 32 and 16 not
 

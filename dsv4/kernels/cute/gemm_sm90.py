@@ -16,12 +16,14 @@ products of 80 KB, and by count that memory, at 128 bytes a cycle, takes longer 
 cluster: blocks one below the other need the same w, so each loads a part of it for all (multicast), which halves what comes from L2. A
 stage is empty when the warpgroups of all of them are done with it.
 split: few tiles and a long K leave the GPU idle, so a cluster divides K; then every block adds up the partial sums of its share of the
-rows, in the order of K, so that the result does not depend on who was first.
+columns, in the order of K, so that the result does not depend on who was first. A block sends its sums of the others' shares out of its
+registers, to a place beside their rings, as they may still multiply; `sums_full` says that all of its own have come. Then nobody touches
+its memory any more, and it may end.
 
 A kernel starts before the one before it has ended (LAUNCH in ../cuda/common.cuh says the rule), with barriers, descriptors and the first
 w, which no kernel writes. Only the loader calls griddepcontrol_wait: it does so before it asks for x and x_scale, and nobody else touches
-what other kernels write or read before a stage is full, which it is when x has come; with `split`, all threads meet behind that. So each
-block has waited before it writes, and when it ends, all kernels before it have ended too.
+what other kernels write or read before a stage is full, which it is when x has come; each block has a stage, with `split` maybe one of
+zeros beyond K. So each block has waited before it writes, and when it ends, all kernels before it have ended too.
 """
 
 import cuda.bindings.driver as cuda
@@ -60,7 +62,7 @@ class Gemm(Persistent):
         row, matrix = Int64(batch) * k, Int64(n) * k
         x = cute.make_tensor(x_address, cute.make_layout((m, k, batch), stride=(row, 1, k)))
         w = cute.make_tensor(w_address, cute.make_layout((n, k, batch), stride=(k, 1, matrix)))
-        out_row = cute.assume(Int64(batch) * n, divby=8)  # or `add_up` would store 2 bytes at a time
+        out_row = cute.assume(Int64(batch) * n, divby=8)  # or `add_up` would store a value at a time
         out = cute.make_tensor(out_address, cute.make_layout((m, n, batch), stride=(out_row, 1, n)))
 
         x_stages, w_stages, out_buffers = self.layouts()
@@ -93,13 +95,16 @@ class Gemm(Persistent):
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
-        full, empty, ring, s_x, s_w, s_scale, s_out = self.shared(x_stages, w_stages, out_buffers)
+        full, empty, s_x, s_w, s_scale, s_out, sums_full, received = self.shared(x_stages, w_stages, out_buffers)
         if thread == 0:
             for descriptor in [load_x, load_w, store_out]:
                 cpasync.prefetch_descriptor(descriptor)
             for i in range_constexpr(tile.stages):
                 cute.arch.mbarrier_init(full + i, 1)
                 cute.arch.mbarrier_init(empty + i, tile.cluster * self.groups * WARPGROUP // WARP)
+            if const_expr(tile.split > 1):
+                cute.arch.mbarrier_init(sums_full, 1)
+                cute.arch.mbarrier_arrive_and_expect_tx(sums_full, tile.received_bytes)  # before the cluster meets, and any can come
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
 
@@ -117,8 +122,6 @@ class Gemm(Persistent):
             if thread < self.groups * WARPGROUP + WARP:
                 self.load(load_x, x, load_w, w, load_x_scale, x_scale, s_x, s_w, s_scale, full, empty, rank, first_k, k_tiles,
                           rows_down, per_batch, first, step, last)
-            if const_expr(tile.split > 1):
-                self.sync_cluster()  # the partial sums are there; it adds none up, for which it has too few registers
         else:
             if const_expr(self.moves_registers):
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)
@@ -146,15 +149,15 @@ class Gemm(Persistent):
                 if thread % WARPGROUP < WARP:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
             else:
-                # The ring becomes the partial sums' place once no warpgroup reads it.
-                cute.arch.barrier(barrier_id=1, number_of_threads=self.groups * WARPGROUP)
-                self.leave_sums(sums, self.partial_sums(ring), group, thread)
-                down, across, batch = self.place(first, rows_down, per_batch, Int32(0))
-                self.sync_cluster()
-                self.add_up(self.partial_sums(ring), out, rank, down, across, batch, thread)
+                self.send_sums(sums, received, sums_full, rank, thread)
+                down, across, batch = self.place(first, rows_down, per_batch, rank)
+                cute.arch.mbarrier_wait(sums_full, 0)
+                for share in range_constexpr(tile.split):
+                    if rank == share:
+                        self.add_up(sums, received, out, share, down, across, batch, thread)
 
-        # No block of a cluster may end while another one may still signal it or read its memory.
-        self.sync_cluster()
+        if const_expr(tile.split == 1):
+            self.sync_cluster()  # no block of a cluster may end while another one may still signal it
 
     def layouts(self) -> tuple:
         """In shared memory, of the stages of x and of w and of the output's buffers."""
@@ -165,20 +168,25 @@ class Gemm(Persistent):
         return x_stages, w_stages, cute.tile_to_shape(out, (64, COLUMNS_OUT, OUT_BUFFERS, self.groups), order=(0, 1, 2, 3))
 
     def shared(self, x_stages: cute.ComposedLayout, w_stages: cute.ComposedLayout, out_buffers: cute.ComposedLayout) -> tuple:
-        """(barriers full and empty, the ring, its stages of x, of w and of x's scales, the output's buffers)"""
+        """(barriers full and empty, the ring's stages of x, of w and of x's scales, the output's buffers; with `split` instead of these the
+        other blocks' sums, after their barrier: [4, thread, 8 columns of the share, block])"""
         tile, smem = self.tile, cutlass.memory.SmemAllocator()
         full = smem.allocate_array(Int64, tile.stages)
         empty = smem.allocate_array(Int64, tile.stages)
+        sums_full = smem.allocate_array(Int64, 1) if tile.split > 1 else None
         ring = smem.allocate(tile.stages * tile.stage_bytes, byte_alignment=1024)
         s_x = cute.make_tensor(cute.recast_ptr(ring, x_stages.inner, self.dtype), x_stages.outer)
         s_w = cute.make_tensor(cute.recast_ptr(ring + tile.stages * tile.rows * 128, w_stages.inner, self.dtype), w_stages.outer)
-        s_scale, s_out = None, None
+        s_scale, s_out, received = None, None, None
         if self.scaled:
             scales = ring + tile.stages * (tile.rows + tile.columns) * 128
             s_scale = cute.make_tensor(cute.recast_ptr(scales, dtype=Float32), cute.make_layout((tile.rows, 1, tile.stages)))
         if tile.split == 1:
             s_out = smem.allocate_tensor(BFloat16, out_buffers.outer, byte_alignment=1024, swizzle=out_buffers.inner)
-        return full, empty, ring, s_x, s_w, s_scale, s_out
+        else:
+            places = cute.make_layout((4, self.groups * WARPGROUP, tile.columns // 8 // tile.split, tile.split - 1))
+            received = smem.allocate_tensor(Float32, places, byte_alignment=16)
+        return full, empty, s_x, s_w, s_scale, s_out, sums_full, received
 
     def mma(self) -> cute.TiledMma:
         """One warpgroup's wgmma: 64 rows of x by all columns of the tile."""
@@ -420,42 +428,41 @@ class Gemm(Persistent):
     # ------------------------------------------------------------------------------------------------------------- split
 
     @cute.jit
-    def partial_sums(self, ring: cute.Pointer):
-        """fp32 [rows, columns] in the ring. Rows are 32 bytes longer, so that a warp's stores of 8 rows by 4 pairs meet no bank twice."""
-        layout = cute.make_layout((self.tile.rows, self.tile.columns), stride=(self.tile.columns + 8, 1))
-        return cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), layout)
+    def send_sums(self, sums: cute.Tensor, received: cute.Tensor, sums_full: cute.Pointer, rank: Int32, thread: Int32):
+        """To each other block what this thread has of its share, for the same thread there. A thread's values come in fours, one of each 8
+        columns: two neighbours of its row, then two of the row 8 below."""
+        tile, vectors = self.tile, received.shape[2]
+        bits = cute.recast_tensor(sums, Int32)
+        for share in range_constexpr(tile.split):
+            if rank != share:
+                slot = rank - Int32(rank > share)  # a block has no place for its own
+                for j in range_constexpr(vectors):
+                    i = 4 * (share * vectors + j)
+                    cute.arch.store_async_dsmem(received[None, thread, j, slot].iterator, (bits[i], bits[i + 1], bits[i + 2], bits[i + 3]),
+                                                sums_full, share)
 
     @cute.jit
-    def leave_sums(self, sums: cute.Tensor, partial: cute.Tensor, group: Int32, thread: Int32):
-        """This warpgroup's sums where the cluster's other blocks can read them."""
-        row, column = thread // WARP * 16 + thread % WARP // 4, thread % 4 * 2
-        for i in range_constexpr(0, cute.size(sums), 2):
-            pair = cute.make_rmem_tensor(2, Float32)
-            pair[0], pair[1] = sums[i], sums[i + 1]
-            place = cute.local_tile(partial, (1, 2), (row + i // 2 % 2 * 8, column // 2 + i // 4 * 4))
-            cute.autovec_copy(pair, cute.coalesce(place))
-
-    @cute.jit
-    def add_up(self, partial: cute.Tensor, out: cute.Tensor, rank: Int32, down: Int32, across: Int32, batch: Int32, thread: Int32):
-        """This block's share of the tile's rows, 8 columns a thread: the partial sums of all blocks in the order of K. All that a thread
-        adds comes at once: another block's memory is 0.5 us away."""
-        tile, threads = self.tile, self.groups * WARPGROUP
-        share, vectors = tile.rows // tile.split, tile.columns // 8
-        turns = -(-share * vectors // threads)
-        pieces = cute.make_rmem_tensor((8, tile.split, turns), Float32)
-        for turn in range_constexpr(turns):
-            j = cutlass.min(thread + turn * threads, share * vectors - 1)  # behind the last one, once more the last one
+    def add_up(self, sums: cute.Tensor, received: cute.Tensor, out: cute.Tensor, share: cutlass.Constexpr, down: Int32, across: Int32,
+               batch: Int32, thread: Int32):
+        """This block's share of the tile's columns: its own sums and the others', in the order of K, rounded and stored."""
+        tile, vectors = self.tile, received.shape[2]
+        row = down * tile.rows + thread // WARP * 16 + thread % WARP // 4
+        pieces = cute.make_rmem_tensor((4, tile.split, vectors), Float32)
+        for j in range_constexpr(vectors):
             for block in range_constexpr(tile.split):
-                theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(partial.iterator, block), partial.layout)
-                piece = cute.local_tile(theirs, (1, 8), (rank * share + j // vectors, j % vectors))
-                cute.autovec_copy(cute.coalesce(piece), pieces[None, block, turn])
-        for turn in range_constexpr(turns):
-            j = thread + turn * threads
-            i, vector = down * tile.rows + rank * share + j // vectors, across * vectors + j % vectors
-            if j < share * vectors and i < out.shape[0] and vector * 8 < out.shape[1]:
-                total, rounded = pieces[None, 0, turn], cute.make_rmem_tensor(8, BFloat16)
-                for block in range_constexpr(1, tile.split):
-                    for e in range_constexpr(8):
-                        total[e] = total[e] + pieces[e, block, turn]
-                rounded.store(total.load().to(BFloat16))
-                cute.autovec_copy(rounded, cute.coalesce(cute.local_tile(out[None, None, batch], (1, 8), (i, vector))))
+                if const_expr(block == share):
+                    for e in range_constexpr(4):
+                        pieces[e, block, j] = sums[4 * (share * vectors + j) + e]
+                else:
+                    cute.autovec_copy(received[None, thread, j, block - (block > share)], pieces[None, block, j])
+        for j in range_constexpr(vectors):
+            total, rounded = pieces[None, 0, j], cute.make_rmem_tensor((2, 2), BFloat16)
+            for block in range_constexpr(1, tile.split):
+                for e in range_constexpr(4):
+                    total[e] = total[e] + pieces[e, block, j]
+            rounded.store(cute.make_tensor(total.iterator, rounded.layout).load().to(BFloat16))
+            pair = (across * tile.columns + (share * vectors + j) * 8) // 2 + thread % 4
+            for half in range_constexpr(2):
+                i = row + 8 * half
+                if i < out.shape[0] and pair * 2 < out.shape[1]:
+                    cute.autovec_copy(rounded[None, half], cute.coalesce(cute.local_tile(out[None, None, batch], (1, 2), (i, pair))))

@@ -72,7 +72,7 @@ class GroupedGemm(Gemm):
                out_buffers: cute.ComposedLayout):
         tile, thread = self.tile, cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        full, empty, _, s_x, s_w, s_scale, s_out = self.shared(x_stages, w_stages, out_buffers)
+        full, empty, s_x, s_w, s_scale, s_out, _, _ = self.shared(x_stages, w_stages, out_buffers)
         if thread == 0:
             for descriptor in [load_x, load_w, store_out]:
                 cpasync.prefetch_descriptor(descriptor)

@@ -26,7 +26,8 @@ class Tile:
     """rows x columns of the output are one block's at a time (rows: tokens, columns: rows of the weight).
 
     kind: one of HOPPER_KINDS or NVFP4_KINDS. cluster: blocks one below the other that share each load of the weight; with nvfp4, 2 of
-    them are a pair whose tensor cores take one product. split: blocks that divide K among them. One of the two is 1.
+    them are a pair whose tensor cores take one product. split: blocks that divide K among them, then groups of 8 columns. One of
+    the two is 1.
     """
 
     kind: str
@@ -76,10 +77,15 @@ class Tile:
 
     @property
     def stages(self) -> int:
-        """As many as fit beside the barriers (1 KB, to the next multiple of 1 KB) and the two buffers of a warpgroup's output, which split
-        products and Blackwell's grouped ones have not."""
-        out = 0 if self.split > 1 or (self.nvfp4 and self.grouped) else 2 * self.rows * COLUMNS_OUT * 2
+        """As many as fit beside the barriers (1 KB, to the next multiple of 1 KB) and the two buffers of a warpgroup's output, which
+        Blackwell's grouped products have not; split ones have the other blocks' sums instead."""
+        out = self.received_bytes if self.split > 1 else 0 if self.nvfp4 and self.grouped else 2 * self.rows * COLUMNS_OUT * 2
         return min(MAX_STAGES, (SHARED_BYTES - 1024 - out) // self.stage_bytes)
+
+    @property
+    def received_bytes(self) -> int:
+        """split: fp32 sums that a block gets from each other one, of its share of the columns."""
+        return self.rows * (self.columns // self.split) * 4 * (self.split - 1)
 
     @property
     def scale_columns(self) -> int:
@@ -103,7 +109,7 @@ class Tile:
 
 # Of one product, on Hopper: (rows, columns): the clusters, then the splits. docs/measurements.md has the products that need each.
 _DENSE = {
-    "bf16": {(128, 256): ((1, 2), ()), (128, 192): ((1, 2), ()), (128, 128): ((1, 2), (2,)), (128, 96): ((), (2,)), (128, 64): ((1,), ()),
+    "bf16": {(128, 256): ((1, 2), ()), (128, 192): ((1, 2), ()), (128, 128): ((1, 2), (2,)), (128, 96): ((), (2,)), (128, 64): ((1,), (4,)),
              (64, 128): ((1,), ()), (64, 64): ((1,), (2, 4))},
     "e4m3": {(128, 192): ((2,), ()), (128, 128): ((1,), (2,)), (64, 128): ((1,), (2, 4, 8))},
 }

@@ -9,11 +9,11 @@ sums of a product are NaN until it is waited for. Where the launch lets the kern
 at any time, and until a thread of a block has waited for it, the block may only read weights.
 
 It knows what the kernels here use: mbarriers, TMA of whole boxes in and out with multicast, wgmma on operands with the 128-byte swizzle,
-stmatrix, named barriers, clusters with distributed shared memory, tcgen05 with NVFP4 operands in one block or a pair, and arithmetic (of
-ex2.approx, which hardware has within 2 units in the last place, the rounded exact value). Not the memory model: ordinary accesses happen at
-once, fences do nothing. Nor the tensor cores' rounding: products are exact and rounded to fp32 once an instruction. Values that tcgen05.ld
-brings are there at once (the DSL packs them in pairs before it waits, and hardware knows which registers are on their way), but nobody may
-be told that they were read before they are waited for.
+stmatrix, named barriers, clusters with asynchronous stores to each other's shared memory, tcgen05 with NVFP4 operands in one block or a
+pair, and arithmetic (of ex2.approx, which hardware has within 2 units in the last place, the rounded exact value). Not the memory model:
+ordinary accesses happen at once, fences do nothing. Nor the tensor cores' rounding: products are exact and rounded to fp32 once an
+instruction. Values that tcgen05.ld brings are there at once (the DSL packs them in pairs before it waits, and hardware knows which
+registers are on their way), but nobody may be told that they were read before they are waited for.
 """
 
 from __future__ import annotations
@@ -224,6 +224,7 @@ class Block:
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, list] = {}
         self.warps = warps
+        self.running = warps  # of these, which have not ended
         self.tensor = np.zeros((TENSOR_LANES, TENSOR_COLUMNS), np.uint32)
         self.tensor_written = np.zeros((TENSOR_LANES, TENSOR_COLUMNS), bool)
         self.in_flight = np.zeros(TENSOR_COLUMNS, np.int64)  # products and copies on their way to a column
@@ -429,6 +430,8 @@ class Machine:
         rank, offset = address >> RANK_BIT, address & OFFSET
         if rank >= len(self.blocks):
             raise PtxError(f"shared memory of block {rank} of a cluster of {len(self.blocks)}")
+        if not self.blocks[rank].running:
+            raise PtxError("shared memory of a block that has ended")
         return self.blocks[rank], int(offset)
 
     def shared_range(self, block: Block, places, what: str) -> None:
@@ -485,7 +488,7 @@ class Machine:
 
     def arithmetic(self, instruction: Instruction, name: str, kind: str):
         numpy_kind = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "u64": np.uint64, "b64": np.uint64,
-                      "b16": np.uint16, "s16": np.int16, "u16": np.uint16, "f32": np.float32, "pred": bool}[kind]
+                      "b16": np.uint16, "f32": np.float32, "pred": bool}[kind]
         target, *sources = instruction.operands
         sources = [self.read(s, numpy_kind) for s in sources]
         wide = {np.int32: np.int64, np.int64: np.int64}.get(numpy_kind, numpy_kind)
@@ -551,7 +554,7 @@ class Machine:
         return lambda warp, mask: self.write(warp, target, np.where(choice(warp), a(warp), b(warp)), mask)
 
     def convert(self, instruction: Instruction, to: str, of: str):
-        numpy_kind = {"s64": np.int64, "u64": np.uint64, "u32": np.uint32, "s32": np.int32, "u16": np.uint16}
+        numpy_kind = {"s64": np.int64, "u64": np.uint64, "u32": np.uint32, "s32": np.int32}
         target, source = instruction.operands[0], self.read(instruction.operands[1], numpy_kind[of])
         return lambda warp, mask: self.write(warp, target, source(warp).astype(numpy_kind[to]), mask)
 
@@ -600,6 +603,7 @@ class Machine:
         def do(warp, mask):
             warp.alive &= ~mask
             warp.ended = not warp.alive.any()
+            warp.block.running -= warp.ended
         return do
 
     def nothing(self, instruction: Instruction):
@@ -649,12 +653,11 @@ class Machine:
             if space == "global":
                 data, index = self.global_bytes(warp.block.waited, places, not loads)
             else:
-                block, _ = self.shared(warp, int(addresses[0]))
-                if (addresses >> RANK_BIT != block.rank).any():
-                    raise PtxError("one instruction, shared memory of several blocks")
+                if (addresses >> RANK_BIT != warp.block.rank).any():
+                    raise PtxError("an ordinary access to another block's shared memory")
                 index = places & OFFSET
             if loads:
-                got = (data[index] if space == "global" else self.read_shared(block, index)).view(numpy_kind)
+                got = (data[index] if space == "global" else self.read_shared(warp.block, index)).view(numpy_kind)
                 for i, name in enumerate(names):
                     value = np.zeros(32, numpy_kind)
                     value[lanes] = got[:, i]
@@ -664,7 +667,7 @@ class Machine:
             if space == "global":
                 data[index] = new
             else:
-                self.write_shared(block, index, new)
+                self.write_shared(warp.block, index, new)
         return do
 
     def stmatrix(self, instruction: Instruction):
@@ -685,6 +688,35 @@ class Machine:
         def do(warp, mask):  # LLVM moves it out of branches, so lanes may make addresses that they must not use: `shared` finds a use
             self.write(warp, target, address(warp) & np.uint32(OFFSET) | rank(warp) << RANK_BIT, mask)
         return do
+
+    def store_async(self, instruction: Instruction):
+        """16 bytes a thread, to a block of the cluster; an mbarrier beside them learns of them."""
+        to, values, bar = instruction.operands
+        to, bar = self.address(to), self.address(bar)
+        sources = [self.read(s.strip(), np.uint32) for s in values[1:-1].split(",")]
+
+        def do(warp, mask):
+            addresses, bars = to(warp)[mask], bar(warp)[mask]
+            if (addresses % 16).any():
+                raise PtxError("an address that is no multiple of 16")
+            if (np.concatenate((addresses, bars)) >> RANK_BIT != addresses[0] >> RANK_BIT).any():
+                raise PtxError("one instruction, shared memory of several blocks")
+            (block, _), told = self.shared(warp, int(addresses[0])), self.barrier_at(warp, int(bars[0]))
+            places = (addresses & OFFSET)[:, None] + np.arange(16)
+            self.shared_range(block, places, "a store")
+            block.written[places] = False
+            data = np.stack([s(warp)[mask] for s in sources], 1).view(np.uint8)
+            self.copies.append(functools.partial(self.arrive_with, block, places, data, told))
+        return do
+
+    def arrive_with(self, block: Block, places: np.ndarray, data: np.ndarray, barrier: Barrier) -> None:
+        """What was stored comes, and the barrier learns of it. It has to expect that: what came before would complete an earlier phase."""
+        if not block.running:
+            raise PtxError("a store comes to a block that has ended")
+        if barrier.bytes < places.size:
+            raise PtxError("a store comes with more bytes than its mbarrier expects")
+        self.write_shared(block, places, data)
+        barrier.change(come=places.size)
 
     # ---- barriers
 
@@ -1070,13 +1102,13 @@ class Machine:
 
     TABLE = [
         (r"(add|sub|mul\.lo|mul\.hi|mul\.wide|mad\.lo|div|rem|neg|min|max|and|or|xor|shl|shr|shf\.l\.wrap|not|mul|fma\.rn)"
-         r"\.(s32|u32|b32|s64|u64|b64|s16|u16|b16|f32|pred)", arithmetic),
+         r"\.(s32|u32|b32|s64|u64|b64|f32|pred)", arithmetic),
         (r"(fma\.rm|div\.rn|rcp\.rn|ex2\.approx\.ftz|cvt\.sat\.f32)\.(f32)", arithmetic),
         (r"mov\.(b16|b32|u32|b64|u64|f32|pred)", move),
         (r"setp\.(eq|ne|lt|le|gt|ge)\.(s32|u32|b32|s64|u64)", compare),
         (r"setp\.(lt|le|gt|ge)\.(f32)", compare),
         (r"selp\.(?:b16|b32|f32)", select),
-        (r"cvt\.(s64|u64|u32|s32|u16)\.(s32|u32|u64|s64|u16)", convert),
+        (r"cvt\.(s64|u64|u32|s32)\.(s32|u32|u64|s64)", convert),
         (r"cvt\.rn\.bf16(x2)?\.f32", round_bf16),
         (r"cvt\.f32\.(bf16|f16)", from_half),
         (r"cvt\.rn\.satfinite\.(e4m3x2|e2m1x2)\.f32", round_pair),
@@ -1094,7 +1126,8 @@ class Machine:
         (r"shfl\.sync\.idx\.b32", shuffle),
         (r"elect\.sync", elect),
         (r"ld\.param(\.v2|\.v4)?\.(b32|b64)", load_parameter),
-        (r"(ld|st)\.(global|shared|shared::cluster)(\.v2|\.v4)?\.(b16|b32|b64)", access),
+        (r"(ld|st)\.(global|shared)(\.v2|\.v4)?\.(b16|b32|b64)", access),
+        (r"st\.async\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32", store_async),
         (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", stmatrix),
         (r"mapa\.shared::cluster\.u32", map_shared),
         (r"mbarrier\.init\.shared\.b64", mbarrier_init),

@@ -81,15 +81,19 @@ def test_compiles_to_the_tensor_cores_and_the_copy_engine(tile):
     assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{x_rank}d\.global\.shared::cta", ptx)) == (0 if tile.split > 1 else parts)
     assert f", {tile.stage_bytes};" in ptx  # what a stage's barrier expects
 
-    # Operands and output pass through the copy engine alone; e4m3 reads the weight's scales, split blocks each other's sums. Of several
-    # experts: how many entries there are, and an entry (twice); rows of which TMA would store too many leave the buffers by 16 bytes.
+    # Operands and output pass through the copy engine alone; e4m3 reads the weight's scales. Of several experts: how many entries there
+    # are, and an entry (twice); rows of which TMA would store too many leave the buffers by 16 bytes.
     scales = (2 * TURN if tile.in_turns else tile.columns // SCALE_PART * (1 + tile.turn)) if tile.scaled else 0  # before the loop, within
     read, written = (sorted(re.findall(rf"{what}\.global\.(\S+)", ptx)) for what in ("ld", "st"))
     assert read == (["b32"] * (1 + scales) + ["v4.b32"] * 2 if tile.grouped else ["b32"] * scales)
-    added = -(-tile.columns // 8 // tile.split // 2) if tile.split > 1 else 0  # pieces of 8 columns that a thread adds up, from each block
-    assert written == ["v4.b32"] * (parts * 4 if tile.grouped else added)
-    assert not tile.grouped or ptx.count("ld.shared.v4.b32") == len(written)
-    assert len(re.findall(r"ld\.shared::cluster\.v4\.b32", ptx)) == ptx.count("ld.shared::cluster") == 2 * tile.split * added
+    # Split: for every place in the cluster a thread sends what it has of that share, or stores it, two rows, with the others' added. After
+    # that no block needs to wait for another one's end, which those do that share loads.
+    pieces = tile.columns // 8 if tile.split > 1 else 0
+    assert written == (["v4.b32"] * (parts * 4) if tile.grouped else ["b32"] * (2 * pieces))
+    assert ptx.count("ld.shared.v4.b32") == (len(written) if tile.grouped else (tile.split - 1) * pieces)
+    assert ptx.count("st.async") == ptx.count("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32") == pieces
+    assert ptx.count("barrier.cluster.wait") == (1 if tile.split > 1 else 2 if tile.cluster > 1 else 0)
+    assert tile.split == 1 or f", {tile.received_bytes};" in ptx  # what their barrier expects
     assert ("setmaxnreg" in ptx) == (tile.grouped or (tile.scaled and tile.rows == 128))
 
 

@@ -119,6 +119,21 @@ def test_order_does_not_matter(objects, seed, few_processors, tile):
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("tile", [t for t in BF16 if t.split > 2], ids=ids)
+def test_parts_are_added_in_the_order_of_k(objects, rng, tile):
+    """One product a part, of which those of 2^24 go away: what is left of the ones beside them says who came when."""
+    part = 2 * tile.depth
+    x, w = torch.zeros(tile.rows, part * tile.split), torch.zeros(tile.columns, part * tile.split)
+    for i in range(tile.split):
+        x[:, part * i] = torch.randint(1, 4, (tile.rows,), generator=rng) * (2.0**24, 1.0, -(2.0**24), 1.0)[i]
+        w[:, part * i] = torch.randint(1, 4, (tile.columns,), generator=rng)
+    sums = torch.zeros(tile.rows, tile.columns)
+    for i in range(tile.split):
+        sums = sums + x[:, part * i, None] * w[None, :, part * i]
+    with emulated():
+        assert torch.equal(gemm(x.bfloat16(), w.bfloat16(), tile), sums.bfloat16())
+
+
 def test_exact_where_the_sum_is(objects, rng):
     """Small whole numbers: sums of at most 2^8 are exact in bf16, so every bit."""
     x, w = (torch.randint(-1, 2, (n, 192), generator=rng).bfloat16() for n in (100, 144))

@@ -25,7 +25,7 @@ from .test_grouped_nvfp4 import spread, tokens, weights_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's interpreter")
 SMALL, LARGE = Tile("bf16", 64, 128), Tile("bf16", 128, 192, cluster=2)
-SPLIT = Tile("bf16", 64, 64, split=2)
+SPLIT, FOUR = Tile("bf16", 64, 64, split=2), Tile("bf16", 64, 64, split=4)
 NVFP4, OVERLAPPING = Tile("nvfp4", 128, 128), Tile("nvfp4", 128, 256)
 PAIR = Tile("nvfp4", 128, 128, cluster=2)
 SWIGLU, SWIGLU_PAIR, ROWS = Tile("nvfp4_swiglu", 128, 128), Tile("nvfp4_swiglu", 128, 128, cluster=2), Tile("nvfp4_grouped", 128, 256)
@@ -43,8 +43,8 @@ def test_formats_are_torchs(rng):
     assert np.isnan((ptx.bf16(x.numpy()).astype(np.uint32) << 16).view(np.float32)[-1])
 
 
-def run_snippet(body: str, warps: int = 1) -> np.ndarray:
-    """The lanes' %r0, stored to memory, after these statements."""
+def run_snippet(body: str, warps: int = 1, blocks: int = 1, seed: int = 0) -> np.ndarray:
+    """The lanes' %r0, stored to memory, after these statements. `blocks`: of a cluster."""
     text = f"""
 .visible .entry snippet(
 \t.param .b64 snippet_param_0
@@ -52,16 +52,18 @@ def run_snippet(body: str, warps: int = 1) -> np.ndarray:
 {{
 \tld.param.b64 %rd0, [snippet_param_0];
 \tmov.u32 %r9, %tid.x;
-\tmul.wide.s32 %rd1, %r9, 4;
+\tmov.u32 %r8, %ctaid.x;
+\tmad.lo.s32 %r7, %r8, {32 * warps}, %r9;
+\tmul.wide.s32 %rd1, %r7, 4;
 \tadd.s64 %rd2, %rd0, %rd1;
 {body}
 \tst.global.b32 [%rd2], %r0;
 \tret;
 }}
 """
-    out = np.zeros(128 * warps, np.uint8)
-    launch = Launch((1, 1, 1), (32 * warps, 1, 1), 1, 0, [(1 << 40).to_bytes(8, "little")])
-    Machine(Program.parse(text), launch, [(1 << 40, out)], np.random.default_rng(0)).run()
+    out = np.zeros(128 * warps * blocks, np.uint8)
+    launch = Launch((blocks, 1, 1), (32 * warps, 1, 1), blocks, 1024, [(1 << 40).to_bytes(8, "little")])
+    Machine(Program.parse(text), launch, [(1 << 40, out)], np.random.default_rng(seed)).run()
     return out.view(np.int32)
 
 
@@ -95,6 +97,51 @@ def test_named_barriers():
         run_snippet(TURNS.replace("bar.arrive 1, 64;", "bar.arrive 1, 64;\n    bar.arrive 2, 64;"), 2)
     with pytest.raises(PtxError, match="nobody can go on"):
         run_snippet(TURNS.replace("bar.arrive 1, 64;", ""), 2)
+
+
+EXCHANGE = """
+    mov.b32 %r1, __dynamic_shmem__0;
+    setp.ne.s32 %p0, %r9, 0;
+    @%p0 bra $L__met;
+    mov.b32 %r2, 1;
+    mbarrier.init.shared.b64 [%r1], %r2;
+    mov.b32 %r2, 512;
+    mbarrier.arrive.expect_tx.shared.b64 %rd3, [%r1], %r2;
+$L__met:
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+    xor.b32 %r3, %r8, 1;
+    mapa.shared::cluster.u32 %r4, %r1, %r3;
+    shl.b32 %r5, %r9, 4;
+    add.s32 %r6, %r4, %r5;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%r6+64], {%r9, %r9, %r9, %r8}, [%r4];
+    mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0, 1000;
+    add.s32 %r6, %r1, %r5;
+    ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r6+64];
+    mad.lo.s32 %r0, %r13, 100, %r11;"""
+
+
+@pytest.mark.parametrize("error,pattern,becomes", [
+    ("which is not written", r"mbarrier\.try_wait[^;]*;", ""),
+    ("a block that has ended", r"mbarrier\.try_wait.*", "mov.b32 %r0, 0;"),
+    ("an mbarrier that is not initialised", r"mbarrier\.init[^;]*;\s+mov[^;]*;\s+mbarrier\.arrive[^;]*;", ""),
+    ("more bytes than its mbarrier expects", ", 512;", ", 496;"),
+    ("nobody can go on", ", 512;", ", 528;"),
+    ("outside of the 1024 bytes", r"\[%r6\+64\], \{", "[%r6+528], {"),
+    ("no multiple of 16", r"\[%r6\+64\], \{", "[%r6+72], {"),
+    ("shared memory of several blocks", r"\[%r4\];", "[%r1];"),
+    ("shared memory of block 3 of a cluster of 2", "xor.b32 %r3, %r8, 1", "or.b32 %r3, %r8, 3"),
+    ("another block's shared memory", r"add\.s32 %r6, %r1, %r5;", "add.s32 %r6, %r4, %r5;"),
+])
+def test_stores_to_another_block(error, pattern, becomes):
+    """Each lane sends its number and its block's to its fellow. Faults are found in one of a few orders."""
+    for seed in range(4):
+        assert run_snippet(EXCHANGE, blocks=2, seed=seed).tolist() == [*range(100, 132), *range(32)]
+    broken, count = re.subn(pattern, becomes, EXCHANGE, flags=re.DOTALL)
+    assert count
+    with pytest.raises(PtxError, match=error):
+        for seed in range(20):
+            run_snippet(broken, blocks=2, seed=seed)
 
 
 def test_branches_part_and_meet_again():
@@ -152,7 +199,11 @@ FAULTS = [  # (what is broken, tile, pattern, what it becomes)
     ("no swizzle in the descriptors", SMALL, "4611686293305360384", "274877972480"),
     ("groups of eight rows at the wrong distance", SMALL, "4611686293305360384", str(4611686293305360384 + (64 << 32))),
     ("the weight comes to one block alone", LARGE, r"mov\.b16 (\s*%rs\d+), 3;", r"mov.b16 \1, 1;"),
-    ("blocks do not wait for each other's sums", SPLIT, r"barrier\.cluster\.wait;", ""),
+    ("blocks do not wait for each other's sums", SPLIT, *without_wait(2)),
+    ("fewer bytes of sums are expected than come", SPLIT, r"mov\.b32 (\s*%r\d+), 8192;", r"mov.b32 \1, 8176;"),
+    ("more bytes of sums are expected than come", SPLIT, r"mov\.b32 (\s*%r\d+), 8192;", r"mov.b32 \1, 8208;"),
+    ("a block's sums in the place of another one's", FOUR, r"selp\.b32 (\s*%r\d+), -1, 0,", r"selp.b32 \1, 0, 0,"),
+    ("sums of other columns", SPLIT, r"mapa\.shared::cluster\.u32 (\s*%r\d+, %r\d+), 1;", r"mapa.shared::cluster.u32 \1, 0;"),
     ("sums of a block that is not there", SPLIT, r"mapa\.shared::cluster\.u32 (\s*%r\d+, %r\d+), 1;", r"mapa.shared::cluster.u32 \1, 2;"),
     ("a sum is in the wrong register", SMALL, r"stmatrix(\S+ \[%r\d+\]), \{(%r\d+), (%r\d+),", r"stmatrix\1, {\3, \2,"),
     ("the first product adds to what was there", SMALL, r"setp\.ne\.b32 (\s*%p\d+, %r\d+), 0;(\s+shl)", r"setp.ne.b32 \1, -1;\2"),
