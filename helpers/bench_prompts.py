@@ -3,9 +3,9 @@
     python helpers/bench_prompts.py [--preset pro,flash] [--formats nvfp4,fp8] [--tokens 1024,4096] [--sweep] [--experts] [--json FILE]
 
 Dense: one weight, read cold (copies of 240 MB and more together), beside torch.mm of the same shape in bf16 on the same values; both are
-replayed in turn. `tile` is the product's cut: tokens of a tile, and parts along K. `rate` is torch's time over ours, the fraction of the
-bf16 dense rate that is reached; `arrange` is the time to bring x into its order of columns, once for all weights of an input, and `with it`
-the rate if one product pays for it alone. --sweep measures every size of a tile.
+replayed in turn. `tile` is the product's cut: tokens of a tile, and parts that share K. `rate` is torch's time over ours, the fraction of
+the bf16 dense rate that is reached; `arrange` is the time to bring x into its order of columns, once for all weights of an input, and
+`with it` the rate if one product pays for it alone. --sweep measures every cut, of experts those of one part.
 
 --experts: a layer's routed experts at true size, in NVFP4, all with memory of their own, for a random choice: w1 with w3 and SwiGLU, w2,
 and all of `moe` without the shared expert. `rate` is that of the products beside torch.mm's in bf16 on as many rows (S * k) by one
@@ -62,11 +62,11 @@ class Dense:
     def arrange(self) -> prompts.Arranged:
         return prompts.arrange(self.x, self.short)
 
-    def ours(self, i: int, most: int | None = None) -> Call:
+    def ours(self, i: int, tile: prompts.Cut | None = None) -> Call:
         weight = self.packed[i % len(self.packed)]
         if self.groups > 1:
-            return lambda: prompts.grouped_linear(self.arranged, weight, most)
-        return lambda: prompts.linear(self.arranged, weight, most)[0]
+            return lambda: prompts.grouped_linear(self.arranged, weight, tile)
+        return lambda: prompts.linear(self.arranged, weight, tile)[0]
 
     def torchs(self, i: int) -> Call:
         w = self.copies[i % len(self.copies)]
@@ -84,16 +84,16 @@ def measure_dense(kind: str, m: int, k: int, n: int, groups: int, device: torch.
     p = Dense(kind, m, k, n, groups, device)
     exact, flops = p.exact(), 2.0 * m * k * n * groups
     calls = min(MAX_CALLS, max(MIN_CALLS, round(GRAPH_US / (flops / RATE))))
-    mosts = [None, *(prompts.MOST if sweep else ())]
-    graphs = [graph_of(device, [p.ours(i, most) for i in range(calls)]) for most in mosts]
+    tiles = [None, *(prompts.CUTS if sweep else ())]
+    graphs = [graph_of(device, [p.ours(i, tile) for i in range(calls)]) for tile in tiles]
     graphs += [graph_of(device, [p.torchs(i) for i in range(calls)]), graph_of(device, [p.arrange] * calls)]
     *ours, theirs, arrange = (t / calls for t in medians(device, graphs, TIMED))
-    most, parts = prompts.cut(m, groups * -(-n // prompts.BLOCK_ROWS), k, None, prompts.blocks_of(device))
+    most, parts = prompts.cut(m, groups * n, k, None, prompts.blocks_of(device))
     row = {"kind": kind, "tokens": m, "K": k, "N": n, "groups": groups, "tile": most, "parts": parts, "us": ours[0],
            "tflops": 1e-6 * flops / ours[0], "torch_us": theirs, "rate": theirs / ours[0], "arrange_us": arrange,
            "rate_with_arrange": theirs / (ours[0] + arrange), "error": error(p.ours(0), exact), "torch_error": error(p.torchs(0), exact)}
     if sweep:
-        row["most"] = {most: us for most, us in zip(mosts[1:], ours[1:], strict=True)}
+        row["tiles"] = {f"{most}x{parts}": us for (most, parts), us in zip(prompts.CUTS, ours[1:], strict=True)}
     return row
 
 
@@ -127,11 +127,11 @@ def measure_experts(config: ModelConfig, packed: PackedExperts, values, m: int, 
     def gather(by=routing):
         return prompts.arrange(x, False, by.source)
 
-    def first(of=None, most=None, by=routing):
-        return prompts.expert_up(of or rows, packed.up_routed, up, down, factors, inner, limit, by, most)
+    def first(of=None, tile=None, by=routing):
+        return prompts.expert_up(of or rows, packed.up_routed, up, down, factors, inner, limit, by, tile)
 
-    def second(of=None, most=None, by=routing):
-        return prompts.expert_down(of or hidden, packed.down_routed, down, factors, D, by, most)
+    def second(of=None, tile=None, by=routing):
+        return prompts.expert_down(of or hidden, packed.down_routed, down, factors, D, by, tile)
 
     def everything():
         by = prompts.route(chosen, weights, E)
@@ -151,8 +151,8 @@ def measure_experts(config: ModelConfig, packed: PackedExperts, values, m: int, 
     torch_rate = 2.0 * m * k * D * len(dense_w)
     calls = {"w1 w3": first, "w2": second, "moe": everything, "gather": gather}
     if sweep:
-        calls |= {f"{name} {most}": lambda of=of, most=most: of(None, most) for name, of in (("w1 w3", first), ("w2", second))
-                  for most in prompts.MOST}
+        calls |= {(name, tile): lambda of=of, tile=tile: of(None, tile) for name, of in (("w1 w3", first), ("w2", second))
+                  for tile in prompts.CUTS if tile.parts == 1}
     graphs = [graph_of(device, [call] * MIN_CALLS) for call in (*calls.values(), lambda: torch.mm(dense_x, dense_w.T))]
     *times, dense = (t / MIN_CALLS for t in medians(device, graphs, TIMED))
     torch_rate /= dense
@@ -165,13 +165,13 @@ def measure_experts(config: ModelConfig, packed: PackedExperts, values, m: int, 
                "torch_tflops": 1e-6 * torch_rate, "rate": flops / times[name] / torch_rate, "floor_us": live * size / READ,
                "of_floor": live * size / READ / times[name], "error": distance, "gather_us": times["gather"]}
         if sweep and name != "moe":
-            row["most"] = {most: times[f"{name} {most}"] for most in prompts.MOST}
+            row["tiles"] = {f"{call[1].most}x1": us for call, us in times.items() if call[0] == name}
         found.append(row)
     return found
 
 
 def sizes(row: dict) -> str:
-    return "  " + ", ".join(f"{most}: {us:.1f}" for most, us in row["most"].items()) if "most" in row else ""
+    return "  " + ", ".join(f"{tile}: {us:.1f}" for tile, us in row["tiles"].items()) if "tiles" in row else ""
 
 
 DENSE_HEADER = (f"{'':<20}{'kind':>6}{'K':>7}{'N':>7}{'grp':>4}{'tokens':>7}{'tile':>8}{'us':>9}{'TFLOP/s':>8}{'torch us':>9}{'rate':>6}"
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formats", type=names(list(FORMATS)), default=["nvfp4"], help="of dense weights (default: nvfp4)")
     parser.add_argument("--tokens", type=lambda text: [whole(1)(part) for part in text.split(",")], default=[1024, 4096],
                         help="of a step, with commas (default: 1024,4096)")
-    parser.add_argument("--sweep", action="store_true", help="every size of a tile, not the chosen one alone")
+    parser.add_argument("--sweep", action="store_true", help="every cut, not the chosen one alone")
     parser.add_argument("--experts", action="store_true", help="the routed experts in place of the dense products")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -37,14 +37,16 @@ def test_dense_rows(few, monkeypatch, tmp_path, capsys):
     results = rows(tmp_path / "out.json", capsys, "--tokens", "3,34", "--formats", "nvfp4,fp8", "--sweep")
     assert [(r["tokens"], r["groups"], r["kind"]) for r in results] == [(m, g, kind) for g in (1, 2) for kind in ("nvfp4", "fp8")
                                                                         for m in (3, 34)]
-    assert all(prompts.Cut(r["tile"], r["parts"]) == prompts.cut(r["tokens"], r["groups"], r["K"], None, 3) for r in results)
-    assert all(set(r["most"]) == {str(most) for most in prompts.MOST} and r["rate_with_arrange"] < r["rate"] for r in results)
+    assert all(prompts.Cut(r["tile"], r["parts"]) == prompts.cut(r["tokens"], r["groups"] * r["N"], r["K"], None, 3) for r in results)
+    assert all(set(r["tiles"]) == {f"{most}x{parts}" for most, parts in prompts.CUTS} for r in results)
+    assert all(r["rate_with_arrange"] < r["rate"] for r in results)
 
 
 def test_experts_rows(few, tmp_path, capsys):
-    results = rows(tmp_path / "out.json", capsys, "--tokens", "20", "--experts")
+    results = rows(tmp_path / "out.json", capsys, "--tokens", "20", "--experts", "--sweep")
     assert [r["part"] for r in results] == ["w1 w3", "w2", "moe"]
     assert all(0 < r["experts"] <= PRESETS["tiny"].n_routed_experts and r["floor_us"] > 0 for r in results)
+    assert [len(r.get("tiles", ())) for r in results] == [7, 7, 0]
 
 
 def test_copies_are_cold(few, monkeypatch):

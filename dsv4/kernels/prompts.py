@@ -22,17 +22,16 @@ from .linear import PackedWeights
 from .packing import BF16, FORMATS, ITEM_BYTES, ROWS
 
 CHUNK = 64  # columns: x is filled up to a multiple
-MOST = (16, 32, 48, 64, 80, 96, 128)  # tokens of a tile: widths of the tensor cores' products
-BLOCK_ROWS, MAX_MATRICES = 256, 384  # these as in cuda/packed_gemm.cuh
+BLOCK_ROWS, MAX_MATRICES = 256, 384  # these as in cuda/packed_gemm.cuh; rows: packed ones, of all parts together
 ROUNDED, SWIGLU, FLOATS = range(3)  # its `result`
 _CPU_BLOCKS = 3  # what the emulator runs
 # Cycles of a processor, for the choice of tiles, from an H200's times (docs/measurements.md): of 64 columns of 256 rows, by the product's
-# width. Of storing, a token. Of parts, each of which is a processor's of a cluster: of sending sums, a token, and of meeting.
+# width, and how many times as many of parts, for whom more comes to shared memory and less of it is used again. Of storing, a token. Of
+# adding up parts, a token's sums that a warp gives away.
 _CHUNK_CYCLES = {8: 460, 16: 490, 24: 540, 32: 580, 48: 650, 64: 740, 80: 840, 96: 930, 128: 1170}
-_STORE_CYCLES, _SEND_CYCLES, _MEET_CYCLES = 28, 32, 1000
-# For which processors parts are chosen, the H200's; columns that a part has at least; of processors, how many are in clusters of so many
-# blocks that run at once: of four, each within a GPC, 24 did and 32 did not (by times of cute/gemm_sm90.py's).
-_PARTS_BLOCKS, _PART_COLUMNS, _REACH = 132, 512, {1: 1.0, 2: 1.0, 4: 0.85}
+_PARTS_SLOWER = {1: 1.0, 2: 1.15, 4: 1.5}
+_STORE_CYCLES, _GIVE_CYCLES = 28, 10
+_PARTS_BLOCKS = 132  # for which processors parts are chosen, the H200's
 _SPREAD = (-2, -1, 0, 1, 2, 3)  # standard deviations from the mean number of an expert's tokens, if each token chose at random
 
 _ARGUMENTS = {"x": IN, "weights": WEIGHT, "factors": WEIGHT, "offsets": IN, "row_weights": IN, "out": OUT, "rows": int, "columns": int,
@@ -56,10 +55,14 @@ class Arranged(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a product is cut: tiles of up to `most` tokens (by 256 packed rows), each in `parts` along K, 1, 2 or 4."""
+    """How a product is cut: tiles of up to `most` tokens by 256 / parts packed rows, whose columns 1, 2 or 4 `parts` of a block share."""
 
     most: int
     parts: int
+
+
+CUTS = tuple(Cut(most, parts) for parts, widths in ((1, (16, 32, 48, 64, 80, 96, 128)), (2, (32, 64, 96, 128)), (4, (32, 64)))
+             for most in widths)
 
 
 class Routing(NamedTuple):
@@ -106,22 +109,17 @@ def arrange(x: torch.Tensor, short_order: bool, source: torch.Tensor | None = No
     return Arranged(out, K, short_order)
 
 
-def _cuts(parts: int) -> list[Cut]:
-    """Of parts, tiles are multiples of 32 tokens (`_width`)."""
-    return [Cut(most, parts) for most in MOST if parts == 1 or most % 32 == 0]
-
-
 @functools.cache
-def parts_of(across: int, columns: int) -> int:
-    """Into how many parts, 1, 2 or 4, the columns of a weight of `across` times 256 rows are cut for a step of up to PROMPT_TOKENS tokens:
-    more where an H200 takes a twentieth less time then for PROMPT_TOKENS. By the weight alone: it is the order of additions, and a token's
-    result shall not depend on the others of its step."""
+def parts_of(rows: int, columns: int) -> int:
+    """How many parts, 1, 2 or 4, share the columns of a weight of that many packed rows in a step of up to PROMPT_TOKENS tokens: more where
+    an H200 takes a twentieth less time then for PROMPT_TOKENS. By the weight alone: it is the order of additions, and a token's result
+    shall not depend on the others of its step."""
     def cycles(parts):
-        return min(_busiest(PROMPT_TOKENS, across, columns, None, _PARTS_BLOCKS, cut) for cut in _cuts(parts))
+        return min(_busiest(PROMPT_TOKENS, rows, columns, None, _PARTS_BLOCKS, c) for c in CUTS if c.parts == parts)
 
     best = 1
     for parts in (2, 4):
-        if columns >= parts * _PART_COLUMNS and cycles(parts) < 0.95 * cycles(best):
+        if columns >= parts * CHUNK and cycles(parts) < 0.95 * cycles(best):
             best = parts
     return best
 
@@ -133,12 +131,12 @@ def _width(tokens: int, parts: int) -> int:
 
 
 def _cycles(width: int, columns: int, parts: int) -> float:
-    """A block's time for one part of a tile of 256 rows."""
-    end = _STORE_CYCLES * width / parts + (_SEND_CYCLES * width * (parts - 1) / parts + _MEET_CYCLES if parts > 1 else 0)
-    return -(-columns // CHUNK) / parts * _CHUNK_CYCLES[width] + end
+    """A block's time for a tile."""
+    return (-(-columns // (CHUNK * parts)) * _CHUNK_CYCLES[width] * _PARTS_SLOWER[parts] + _STORE_CYCLES * width / parts +
+            _GIVE_CYCLES * width * (parts - 1) / parts)
 
 
-def _busiest(tokens: int, across: int, columns: int, experts: int | None, blocks: int, cut: Cut) -> float:
+def _busiest(tokens: int, rows: int, columns: int, experts: int | None, blocks: int, cut: Cut) -> float:
     """What the busiest of the processors has to do, in cycles."""
     counts, times = [tokens], []  # tokens of a matrix
     if experts:
@@ -147,63 +145,61 @@ def _busiest(tokens: int, across: int, columns: int, experts: int | None, blocks
     for count in counts:
         whole, rest = divmod(count, cut.most)
         times += [_cycles(_width(n, cut.parts), columns, cut.parts) for n in [cut.most] * whole + [rest] * (rest > 0)]
-    tiles = across * (experts or 1) / len(counts)  # for each of these times
-    at_once = max(1, int(blocks * _REACH[cut.parts]) // cut.parts)
-    return max(sum(times) * tiles / at_once, max(times) * -(-len(times) * tiles // at_once)) if times else 0
+    tiles = -(-rows // (BLOCK_ROWS // cut.parts)) * (experts or 1) / len(counts)  # for each of these times
+    return max(sum(times) * tiles / blocks, max(times) * -(-len(times) * tiles // blocks)) if times else 0
 
 
-def cut(tokens: int, across: int, columns: int, experts: int | None, blocks: int) -> Cut:
-    """For `tokens` and a weight of `across` times 256 packed rows, or that many experts of so many rows each, which are not cut along K:
-    the tiles for which the busiest of the processors (`blocks`) has the least to do. No step has more than PROMPT_TOKENS; a product of
-    more has whole columns, as then there are tiles enough."""
-    parts = 1 if experts or tokens > PROMPT_TOKENS else parts_of(across, columns)
-    return _best(tokens, across, columns, experts, blocks, parts)
+def cut(tokens: int, rows: int, columns: int, experts: int | None, blocks: int) -> Cut:
+    """For `tokens` and a weight of so many packed rows, or that many experts of so many each, whose columns no parts share: the tiles for
+    which the busiest of the processors (`blocks`) has the least to do. No step has more than PROMPT_TOKENS; a product of more has one
+    part, as then there are tiles enough."""
+    parts = 1 if experts or tokens > PROMPT_TOKENS else parts_of(rows, columns)
+    return _best(tokens, rows, columns, experts, blocks, parts)
 
 
 @functools.lru_cache(maxsize=4096)  # 0.1 to 0.6 ms each
-def _best(tokens: int, across: int, columns: int, experts: int | None, blocks: int, parts: int) -> Cut:
-    return min(_cuts(parts), key=lambda c: _busiest(tokens, across, columns, experts, blocks, c))
+def _best(tokens: int, rows: int, columns: int, experts: int | None, blocks: int, parts: int) -> Cut:
+    return min((c for c in CUTS if c.parts == parts), key=lambda c: _busiest(tokens, rows, columns, experts, blocks, c))
 
 
-def _gemm(code, result, x, weights, out, rows, columns, matrices, most, factor=1.0, factors=None, offsets=None, row_weights=None,
+def _gemm(code, result, x, weights, out, rows, columns, matrices, tile, factor=1.0, factors=None, offsets=None, row_weights=None,
           short_order=False, limit=0.0):
     x_columns, device = x.values.shape[-1], out.device
-    blocks, across = blocks_of(device), -(-columns * (2 if result == SWIGLU else 1) // BLOCK_ROWS)
+    blocks, packed = blocks_of(device), columns * (2 if result == SWIGLU else 1)
     if offsets is None:
-        across *= matrices
-    chosen = cut(rows, across, x.columns, None if offsets is None else matrices, blocks)
-    most, parts = most or chosen.most, chosen.parts
+        packed *= matrices
+    most, parts = tile or cut(rows, packed, x.columns, None if offsets is None else matrices, blocks)
     _GEMMS[code](x=x.values, weights=weights, factors=factors, offsets=offsets, row_weights=row_weights, out=out, rows=rows,
                  columns=columns, x_columns=x_columns, matrices=matrices, result=result, most=most, parts=parts,
                  short_order=int(short_order), blocks=blocks, factor=factor, limit=limit)
 
 
-def linear(x: Arranged, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:
+def linear(x: Arranged, weights: PackedWeights, tile: Cut | None = None) -> tuple[torch.Tensor, ...]:
     """x of [M, K], packed weights [N_i, K] -> bf16 [M, N_i] each, rounded once. Any M, N_i a multiple of 8.
 
     Weights are expanded to bf16 exactly (FP8 if its block scales have up to 4 significant bits: powers of two do) and summed in fp32.
-    `most`: tokens of a tile, instead of the chosen one. Raises UserError for other shapes, or an order that is not of a weight's format.
+    tile: instead of the chosen one. Raises UserError for other shapes, or an order that is not of a weight's format.
     """
-    return tuple(_dense("linear", x, weights, i, 1, most) for i in range(len(weights.rows)))
+    return tuple(_dense("linear", x, weights, i, 1, tile) for i in range(len(weights.rows)))
 
 
-def projections(x: torch.Tensor, weights: PackedWeights, most: int | None = None) -> tuple[torch.Tensor, ...]:
+def projections(x: torch.Tensor, weights: PackedWeights, tile: Cut | None = None) -> tuple[torch.Tensor, ...]:
     """x [M, K] bf16, packed weights [N_i, K] -> fp32 [M, N_i] each, not rounded. Any M and N_i; x is arranged once for each order that the
     weights want. As `linear` otherwise."""
     orders = [takes_short_order(code) for code in weights.table[:, 1].tolist()]
     arranged = {order: arrange(x, order) for order in sorted(set(orders))}
-    return tuple(_dense("projections", arranged[order], weights, i, 1, most, FLOATS) for i, order in enumerate(orders))
+    return tuple(_dense("projections", arranged[order], weights, i, 1, tile, FLOATS) for i, order in enumerate(orders))
 
 
-def grouped_linear(x: Arranged, weight: PackedWeights, most: int | None = None) -> torch.Tensor:
+def grouped_linear(x: Arranged, weight: PackedWeights, tile: Cut | None = None) -> torch.Tensor:
     """x of [M, G, K], weight of one [G * R, K], R a multiple of 16 -> bf16 [M, G, R]: group g of x meets rows g * R .. of the weight.
     As `linear` otherwise."""
     expect(x.values.dim() == 3 and len(weight.rows) == 1 and weight.rows[0] % (ROWS * x.values.shape[1]) == 0, "grouped_linear",
            f"x of [M, G, K] and one weight of G * R = {weight.rows[0]} rows, R a multiple of {ROWS}", x=x.values)
-    return _dense("grouped_linear", x, weight, 0, x.values.shape[1], most)
+    return _dense("grouped_linear", x, weight, 0, x.values.shape[1], tile)
 
 
-def _dense(name, x, weights, i, groups, most, result=ROUNDED):
+def _dense(name, x, weights, i, groups, tile, result=ROUNDED):
     at, code, rows, bits = weights.table[i].tolist()
     tiles, items, size = weights.segments[i]
     M = x.values.shape[0]
@@ -215,7 +211,7 @@ def _dense(name, x, weights, i, groups, most, result=ROUNDED):
     out = torch.empty(M, groups, columns, dtype=torch.float32 if result == FLOATS else torch.bfloat16, device=x.values.device)
     if M:
         factor = float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
-        _gemm(code, result, x, weights.data[at : at + tiles * items * size], out, M, columns, groups, most, factor=factor)
+        _gemm(code, result, x, weights.data[at : at + tiles * items * size], out, M, columns, groups, tile, factor=factor)
     return out if x.values.dim() == 3 else out[:, 0]
 
 
@@ -226,7 +222,7 @@ def route(chosen: torch.Tensor, weights: torch.Tensor, experts: int) -> Routing:
 
 
 def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: torch.Tensor, limit: float,
-        most: int | None = None) -> torch.Tensor:
+        tile: Cut | None = None) -> torch.Tensor:
     """ops.experts.moe for any number of tokens: x [S, D] bf16, chosen [S, k] int32, weights [S, k] fp32 -> [S, D] bf16.
 
     The hidden values are rounded to bf16 as in the definition; the sums of w2 are fp32 until the last one. Takes S k D fp32 values of
@@ -243,16 +239,16 @@ def moe(x: torch.Tensor, experts: PackedExperts, chosen: torch.Tensor, weights: 
     routing = route(chosen, weights, E)
     up_shared, up_routed, down_shared, down_routed = experts.formats
     hidden = expert_up(arrange(x, takes_short_order(up_shared)), experts.up_shared, up_shared, down_shared, experts.factors[E:],
-                       experts.inner, limit, most=most)
-    base = expert_down(hidden, experts.down_shared, down_shared, experts.factors[E:], D, most=most)
+                       experts.inner, limit, tile=tile)
+    base = expert_down(hidden, experts.down_shared, down_shared, experts.factors[E:], D, tile=tile)
     x = arrange(x, takes_short_order(up_routed), routing.source)
-    hidden = expert_up(x, experts.up_routed, up_routed, down_routed, experts.factors[:E], experts.inner, limit, routing, most)
-    rows = expert_down(hidden, experts.down_routed, down_routed, experts.factors[:E], D, routing, most)
+    hidden = expert_up(x, experts.up_routed, up_routed, down_routed, experts.factors[:E], experts.inner, limit, routing, tile)
+    rows = expert_down(hidden, experts.down_routed, down_routed, experts.factors[:E], D, routing, tile)
     return sum_choices(rows, routing.groups, base)
 
 
 def expert_up(x: Arranged, packed: torch.Tensor, code: int, next_code: int, factors: torch.Tensor, inner: int, limit: float,
-              routing: Routing | None = None, most: int | None = None) -> Arranged:
+              routing: Routing | None = None, tile: Cut | None = None) -> Arranged:
     """silu(min(w1 x, limit)) * clamp(w3 x, limit) * routing weight of rows sorted by expert, in the order that w2's format wants.
 
     x of [R, D], packed [E, ..] of format `code` and factors [E, 3] as in PackedExperts; without a routing, one expert has all rows.
@@ -262,15 +258,15 @@ def expert_up(x: Arranged, packed: torch.Tensor, code: int, next_code: int, fact
            and x.short_order == takes_short_order(code), "expert_up", "packed [E, tiles, items, bytes] and factors [E, 3]", x=x.values,
            packed=packed, factors=factors)
     out = torch.empty(R, -(-inner // CHUNK) * CHUNK, dtype=torch.bfloat16, device=x.values.device)
-    _gemm(code, SWIGLU, x, packed, out, R, inner, E, most, factors=factors, offsets=routing and routing.groups.offsets,
+    _gemm(code, SWIGLU, x, packed, out, R, inner, E, tile, factors=factors, offsets=routing and routing.groups.offsets,
           row_weights=routing and routing.weights, short_order=takes_short_order(next_code), limit=limit)
     return Arranged(out, inner, takes_short_order(next_code))
 
 
 def expert_down(hidden: Arranged, packed: torch.Tensor, code: int, factors: torch.Tensor, columns: int, routing: Routing | None = None,
-                most: int | None = None) -> torch.Tensor:
+                tile: Cut | None = None) -> torch.Tensor:
     """w2 of the same rows: fp32 [R, columns]."""
     E, R = len(packed), len(hidden.values)
     out = torch.empty(R, columns, device=hidden.values.device)
-    _gemm(code, FLOATS, hidden, packed, out, R, columns, E, most, factors=factors, offsets=routing and routing.groups.offsets)
+    _gemm(code, FLOATS, hidden, packed, out, R, columns, E, tile, factors=factors, offsets=routing and routing.groups.offsets)
     return out

@@ -204,37 +204,6 @@ extern "C" int conformance_cluster(const int* x, int* out, cudaStream_t stream) 
     return cudaGetLastError();
 }
 
-// Four blocks of a cluster pass x [4, 32] on, three times, by mbarriers: out [4, 32] is what the third block behind it had. A block writes
-// to the next one when that one has read what it got before.
-__global__ void ring_of_blocks(const int* x, int* out) {
-    DYN_SMEM(float4, row);
-    uint64_t *full = reinterpret_cast<uint64_t*>(row + 32), *empty = full + 1;
-    grid_dependency_wait();
-    const int t = threadIdx.x, rank = int(cluster_rank()), next = (rank + 1) % 4, before = (rank + 3) % 4;
-    if (t == 0) {
-        mbarrier_init(full, 1), mbarrier_init(empty, 1);
-        mbarrier_fence_init();
-    }
-    cluster_sync();
-    int mine = x[rank * 32 + t];
-    for (unsigned round = 0; round < 3; round++) {
-        mbarrier_wait_cluster(empty, (round & 1) ^ 1);
-        store_cluster(row + t, next, float4{0.0f, 1.0f, __int_as_float(mine), 3.0f});
-        __syncwarp();
-        if (t == 0) mbarrier_arrive_cluster(full, next);
-        mbarrier_wait_cluster(full, round & 1);
-        mine = __float_as_int(row[t].z);
-        __syncwarp();
-        if (t == 0) mbarrier_arrive_cluster(empty, before);
-    }
-    out[rank * 32 + t] = mine;
-    mbarrier_wait_cluster(empty, 0);  // the next one's last access to this one
-}
-extern "C" int conformance_cluster_mbarriers(const int* x, int* out, cudaStream_t stream) {
-    LAUNCH_CLUSTER(ring_of_blocks, dim3(4), dim3(32), 4, 528, stream, x, out);
-    return cudaGetLastError();
-}
-
 // Arithmetic and bits: x [n] floats, k [n] -> out [17, n].
 __global__ void scalars(const float* x, const int* k, int* out, int n) {
     grid_dependency_wait();

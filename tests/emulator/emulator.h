@@ -121,8 +121,7 @@ void mbarrier_fence();
 void fence_async();
 void read_only(const void* address, size_t size);
 void mbarrier_arrive(uint64_t* bar, unsigned bytes, const char* what);
-void mbarrier_arrive_cluster(uint64_t* bar, unsigned rank);
-void mbarrier_wait(uint64_t* bar, unsigned parity, bool of_cluster, const char* file, int line);
+void mbarrier_wait(uint64_t* bar, unsigned parity, const char* file, int line);
 void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar);
 void grid_wait();
 void grid_launch();
@@ -430,12 +429,7 @@ __forceinline__ void mbarrier_init(uint64_t* bar, unsigned count) { emu::mbarrie
 __forceinline__ void mbarrier_fence_init() { emu::mbarrier_fence(); }
 __forceinline__ void mbarrier_expect(uint64_t* bar, unsigned bytes) { emu::mbarrier_arrive(bar, bytes, "mbarrier_expect"); }
 __forceinline__ void mbarrier_arrive(uint64_t* bar) { emu::mbarrier_arrive(bar, 0, "mbarrier_arrive"); }
-__forceinline__ void mbarrier_wait(uint64_t* bar, unsigned parity, EMU_SITE) { emu::mbarrier_wait(bar, parity, false, file, line); }
-__forceinline__ void store_cluster(float4* shared, unsigned rank, float4 v) {
-    *static_cast<float4*>(emu::cluster_map(shared, rank)) = v;
-}
-__forceinline__ void mbarrier_arrive_cluster(uint64_t* bar, unsigned rank) { emu::mbarrier_arrive_cluster(bar, rank); }
-__forceinline__ void mbarrier_wait_cluster(uint64_t* bar, unsigned parity, EMU_SITE) { emu::mbarrier_wait(bar, parity, true, file, line); }
+__forceinline__ void mbarrier_wait(uint64_t* bar, unsigned parity, EMU_SITE) { emu::mbarrier_wait(bar, parity, file, line); }
 __forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar) {
     emu::bulk_load(shared, global, bytes, bar);
 }

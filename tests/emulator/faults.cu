@@ -23,12 +23,12 @@ enum Fault {
     kAsyncNoWait, kAsyncFewGroups, kAsyncUncommitted, kAsyncNoBarrier, kAsyncReuse, kAsyncReuseLate, kAsyncMisaligned, kAsyncSource,
     // bulk copies
     kBulkNoWait, kBulkOtherWait, kBulkReuse, kBulkNotAwaited, kBulkUnfenced, kBulkAfterStore, kBulkSize, kBulkMisaligned, kBulkSource,
-    kBulkPastEnd,
+    kBulkPastEnd, kBulkTooEarly,
     // mbarriers
     kMbarrierNone, kMbarrierOverwritten, kMbarrierNoBarrier, kMbarrierParity, kMbarrierEarly, kMbarrierArrivals, kMbarrierExpect,
     kMbarrierBytes, kMbarrierTwice, kMbarrierMisaligned,
     // clusters
-    kClusterNoSync, kClusterRank, kClusterExited, kClusterMissing, kClusterWait, kClusterArrival, kClusterGone,
+    kClusterNoSync, kClusterRank, kClusterExited, kClusterMissing,
     // a named barrier with other participants
     kNamedReused,
     // tensor copies
@@ -249,10 +249,10 @@ __global__ void two_copies(const float* x, float* out, int fault) {
     out[threadIdx.x] = row[threadIdx.x];
 }
 
-// A ring of one slot: thread 0 copies x [64] to it twice; threads 32 to 63 add it up and say when they have left it.
+// A ring of one slot: thread 0 copies x [64] to it twice; threads 32 to 63 add it up and say when they have left it. That the kernel before
+// has ended they know from the copies alone, which begin behind thread 0's wait.
 __global__ void ring(const float* x, float* out, int fault) {
     DYN_SMEM(float, row);
-    grid_dependency_wait();
     const int t = threadIdx.x;
     uint64_t* full = reinterpret_cast<uint64_t*>(row + 64);
     uint64_t* empty = full + 1;
@@ -267,11 +267,13 @@ __global__ void ring(const float* x, float* out, int fault) {
         if (fault == kNone) fence_async_shared();
     }
     if (fault != kMbarrierNoBarrier) __syncthreads();
+    if (t > 0 && (t < 32 || fault == kBulkNotAwaited)) grid_dependency_wait();
     if (t == 0)
         for (int round = 0; round < (fault == kBulkNotAwaited ? 1 : 2); round++) {
             if (fault != kBulkReuse) mbarrier_wait(empty, (round & 1) ^ (fault != kMbarrierParity));
             else if (round) mbarrier_wait(full, 0);  // the bytes have come; whether they have been read, it does not say
             mbarrier_expect(full, fault == kMbarrierBytes ? 512 : fault == kMbarrierExpect ? 1 << 20 : 256);
+            if (round == 0 && fault != kBulkTooEarly) grid_dependency_wait();
             bulk_load(row + (fault == kBulkMisaligned) + (fault == kBulkPastEnd ? 8 : 0), x + (fault == kBulkSource ? 128 : 0),
                       fault == kBulkSize ? 250 : 256, full);
             if (fault == kMbarrierArrivals) mbarrier_arrive(full);
@@ -281,6 +283,7 @@ __global__ void ring(const float* x, float* out, int fault) {
         for (int round = 0; round < 2; round++) {
             if (fault != kBulkNoWait) mbarrier_wait(full, fault == kMbarrierEarly ? (round & 1) ^ 1 : round & 1);
             for (int i = 0; i < 64; i++) sum += row[i];
+            out[t] = sum;
             mbarrier_arrive(empty);
         }
     out[t] = sum;
@@ -293,15 +296,6 @@ __global__ void cluster(const float* x, float* out, int fault) {
     const int t = threadIdx.x, rank = int(cluster_rank());
     row[t] = x[rank * 64 + t];
     if (fault != kClusterNoSync) cluster_sync();
-    if (fault >= kClusterWait) {  // at the first block's mbarrier the second one arrives
-        uint64_t* bar = reinterpret_cast<uint64_t*>(row + 64);
-        if (t == 0 && rank == 0) mbarrier_init(bar, 1), mbarrier_fence_init();
-        cluster_sync();
-        if (fault == kClusterGone && rank == 0) return;
-        if (fault == kClusterGone) __syncthreads();  // by then, the other has gone
-        if ((t == 0 || fault == kClusterGone) && rank == 1) mbarrier_arrive_cluster(bar, fault == kClusterArrival ? 1 : 0);
-        if (rank == 0) mbarrier_wait(bar, 0);
-    }
     const float* other = cluster_map(row, fault == kClusterRank ? 2 : rank ^ 1);
     if (fault == kClusterExited && rank == 1) return;
     if (fault == kClusterExited) __syncthreads();  // by then, the other has gone
@@ -535,7 +529,7 @@ extern "C" int faults(const float* x, float* out, int blocks, int fault, cudaStr
     else if (fault >= kWgmmaNoFence) LAUNCH(product, dim3(1), dim3(fault == kWgmmaFewThreads ? 96 : 128), 144 * 16, stream, x, out, fault);
     else if (fault >= kTensorNoMap) return launch_tensor(x, out, fault, stream);
     else if (fault == kNamedReused) LAUNCH(reused, dim3(1), dim3(96), bytes, stream, x, out, fault);
-    else if (fault >= kClusterNoSync) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes + 8, stream, x, out, fault);
+    else if (fault >= kClusterNoSync) LAUNCH_CLUSTER(cluster, dim3(2), dim3(n), 2, bytes, stream, x, out, fault);
     else if (fault == kBulkOtherWait) LAUNCH(two_copies, dim3(1), dim3(n), 2 * bytes + 16, stream, x, out, fault);
     else if (fault >= kBulkNoWait) LAUNCH(ring, dim3(1), dim3(n), bytes + 16, stream, x, out, fault);
     else if (fault >= kAsyncNoWait) LAUNCH(async_copies, dim3(1), dim3(n), 2 * bytes, stream, x, out, fault);

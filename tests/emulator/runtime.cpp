@@ -191,7 +191,7 @@ struct Mbarrier {
     unsigned count = 0, pending = 0, phase = 0;
     long bytes = 0;                   // expected and not yet there
     unsigned engine = 0;              // the copies' place in a clock: [engine] counts the phases that have ended
-    bool fenced = false, remote = false, alone = false;  // another block arrives here; a wait is for arrivals of this one alone
+    bool fenced = false;
     unsigned initialiser = 0;
     Gathering gathering;
     Clock last;                       // of the phase before this one
@@ -203,6 +203,7 @@ struct Bulk {
     Copy copy;
     uintptr_t mbarrier;
     std::vector<uint32_t> committed;  // of a commit: the touches that it ends
+    bool after_grid_wait;             // the thread that started it was: who sees its end is too
 };
 
 // ---- Memory, and who touched it. A byte has two numbers: its writes and its reads, each the newest of a chain of touches. Touches are
@@ -617,16 +618,14 @@ void end_copy(const Copy& c, unsigned thread, uint32_t stretch) {
     touches[c.access].stretch = stretch;
 }
 
-Mbarrier& mbarrier_at(Region& s, uint64_t* bar, const char* what, uint32_t place) {
+Mbarrier& mbarrier_at(uint64_t* bar, const char* what, uint32_t place) {
+    Region& s = shared_range(bar, 8, 8, what, place);
     uintptr_t a = reinterpret_cast<uintptr_t>(bar);
     if (*bar != (kMbarrier ^ a) || !cluster.mbarriers.count(a))
         fail("%s: no mbarrier at byte %zu of shared memory: mbarrier_init has not run, or it was written over @+0x%x", what,
              size_t(a - s.begin), place);
     track(s, a - s.begin, 8, Access::kAtomic, place);
     return cluster.mbarriers[a];
-}
-Mbarrier& mbarrier_at(uint64_t* bar, const char* what, uint32_t place) {
-    return mbarrier_at(shared_range(bar, 8, 8, what, place), bar, what, place);
 }
 
 // What the phase that has ended last tells a thread that waits for it, whether it has arrived or not.
@@ -664,6 +663,7 @@ void finish_bulk(size_t i) {
     Bulk bulk = cluster.copies[i];
     cluster.copies.erase(cluster.copies.begin() + i);
     Mbarrier& m = cluster.mbarriers[bulk.mbarrier];
+    m.gathering.after_grid_wait |= bulk.after_grid_wait;
     if (bulk.committed.empty()) {
         end_copy(bulk.copy, m.engine, m.phase + 1);
         m.bytes -= bulk.copy.bytes;
@@ -1138,7 +1138,9 @@ void fence_async() {
 void mbarrier_fence() {
     for (auto& [address, m] : cluster.mbarriers) if (m.initialiser == current->id) m.fenced = true;
 }
-static void arrive(Mbarrier& m, unsigned bytes, const char* what, uint32_t place) {
+void mbarrier_arrive(uint64_t* bar, unsigned bytes, const char* what) {
+    const uint32_t place = CALLER;
+    Mbarrier& m = mbarrier_at(bar, what, place);
     if (m.pending == 0)
         fail("%s: more than the %u arrivals that the mbarrier was made for, in phase %u @+0x%x", what, m.count, m.phase, place);
     if (m.bytes + long(bytes) > kMaxBytes)
@@ -1148,29 +1150,10 @@ static void arrive(Mbarrier& m, unsigned bytes, const char* what, uint32_t place
     m.gathering.add(*current);
     maybe_end_phase(m);
 }
-static void check_reach(const Mbarrier& m, uint32_t place) {
-    if (m.remote && m.alone) fail("mbarrier_wait where another block arrives: expected mbarrier_wait_cluster @+0x%x", place);
-}
-void mbarrier_arrive(uint64_t* bar, unsigned bytes, const char* what) { arrive(mbarrier_at(bar, what, CALLER), bytes, what, CALLER); }
-void mbarrier_arrive_cluster(uint64_t* bar, unsigned rank) {
-    const uint32_t place = CALLER;
-    const char* what = "mbarrier_arrive_cluster";
-    Region& mine = shared_range(bar, 8, 8, what, place);
-    if (rank >= cluster.blocks.size()) fail("%s: rank %u in a cluster of %zu blocks @+0x%x", what, rank, cluster.blocks.size(), place);
-    Block& other = *cluster.blocks[rank];
-    if (!other.alive) fail("%s: the threads of block %u of the cluster have all ended @+0x%x", what, rank, place);
-    const uintptr_t a = reinterpret_cast<uintptr_t>(bar) - mine.begin + other.shared.begin;
-    Mbarrier& m = mbarrier_at(other.shared, reinterpret_cast<uint64_t*>(a), what, place);
-    m.remote |= &other != current->block;
-    check_reach(m, place);
-    arrive(m, 0, what, place);
-}
-void mbarrier_wait(uint64_t* bar, unsigned parity, bool of_cluster, const char* file, int line) {
+void mbarrier_wait(uint64_t* bar, unsigned parity, const char* file, int line) {
     const uint32_t place = CALLER;
     if (parity > 1) fail("mbarrier_wait: a parity of %u is not 0 or 1 @+0x%x", parity, place);
     Mbarrier& m = mbarrier_at(bar, "mbarrier_wait", place);
-    m.alone |= !of_cluster;
-    check_reach(m, place);
     if ((m.phase & 1) == parity) {
         m.waiting.emplace_back(current, parity);
         return wait({"mbarrier_wait", file, line, parity, 0, reinterpret_cast<uintptr_t>(bar)});
@@ -1186,7 +1169,7 @@ static void start_bulk(void* shared, std::vector<Piece> pieces, size_t bytes, un
     Region& s = shared_range(shared, bytes, alignment, what, place);
     check_fenced(s, reinterpret_cast<uintptr_t>(shared) - s.begin, bytes, what, place);
     const uint32_t access = begin_copy(shared, bytes, alignment, what, place);
-    cluster.copies.push_back({{std::move(pieces), bytes, access}, reinterpret_cast<uintptr_t>(bar), {}});
+    cluster.copies.push_back({{std::move(pieces), bytes, access}, reinterpret_cast<uintptr_t>(bar), {}, current->after_grid_wait});
 }
 void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* bar) {
     const uint32_t place = CALLER;

@@ -389,7 +389,7 @@ void tensor_commit(uint64_t* bar) {
     Mbarrier& m = mbarrier_at(bar, "tensor_commit", place);
     if (!m.fenced) fail("tensor_commit: no mbarrier_fence_init() since mbarrier_init @+0x%x", place);
     if (current->started.empty()) fail("tensor_commit: this thread has started nothing @+0x%x", place);
-    cluster.copies.push_back({{}, reinterpret_cast<uintptr_t>(bar), std::move(current->started)});
+    cluster.copies.push_back({{}, reinterpret_cast<uintptr_t>(bar), std::move(current->started), current->after_grid_wait});
     current->started.clear();
 }
 

@@ -6,6 +6,7 @@ import torch
 from dsv4.errors import UserError
 from dsv4.formats import Weight
 from dsv4.kernels import build, experts, linear, prompts
+from dsv4.kernels.prompts import Cut
 from dsv4.ops.experts import Expert
 from dsv4.ops.linear import matmul_fp32
 
@@ -32,10 +33,10 @@ def arranged(x, packed, source=None):
     return prompts.arrange(x, prompts.takes_short_order(int(packed.table[0, 1])), source)
 
 
-def product(x, *weights, most=None, **how):
+def product(x, *weights, tile=None, **how):
     packed = linear.pack_weights(weights)
     with emulated(**how):
-        return prompts.linear(arranged(x, packed), packed, most)
+        return prompts.linear(arranged(x, packed), packed, tile)
 
 
 def check(got, x, weight):
@@ -57,19 +58,18 @@ SHAPES = [(1, 8, 64, 32), (33, 136, 192, 32), (64, 16, 544, 64), (97, 264, 320, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_definition(rng, kind, M, rows, columns, most, reverse):
     weight, x = any_weight(rng, kind, rows, columns), tokens(rng, M, columns)
-    (got,) = product(x, weight, most=most, reverse=reverse)
+    (got,) = product(x, weight, tile=Cut(most, 1), reverse=reverse)
     assert got.shape == (M, rows) and got.dtype == torch.bfloat16
     check(got, x, weight)
 
 
-@pytest.mark.parametrize("columns,parts", [(576, 1), (1088, 2), (2112, 4)])
-def test_a_token_has_the_same_result_in_any_tile(rng, columns, parts):
-    """Bit for bit: alone, among others, in any width; the columns cut into parts too."""
-    weight, x = any_weight(rng, "nvfp4", 130 + 6, columns), tokens(rng, 200, columns)
-    assert prompts.parts_of(1, columns) == parts
-    results = [product(x, weight, most=most)[0] for most in prompts.MOST]
-    assert all(torch.equal(r, results[0]) for r in results[1:])
-    assert torch.equal(product(x[77:78], weight)[0], results[0][77:78])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_token_has_the_same_result_in_any_tile(rng, parts):
+    """Bit for bit: alone, among others, in any width; the columns divided among parts too."""
+    weight, x = any_weight(rng, "nvfp4", 130 + 6, 1088), tokens(rng, 200, 1088)
+    first, *others = (product(x, weight, tile=tile)[0] for tile in prompts.CUTS if tile.parts == parts)
+    assert all(torch.equal(r, first) for r in others)
+    assert torch.equal(product(x[77:78], weight, tile=Cut(32, parts))[0], first[77:78])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,48 +80,42 @@ def test_more_blocks_than_tiles_and_tiles_than_blocks(rng, monkeypatch, kind):
     results = []
     for blocks in (1, 2, 7, 40):
         monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
-        results += product(x, weight, most=32) + product(x[:110], weight, most=96)
+        results += product(x, weight, tile=Cut(32, 1)) + product(x[:110], weight, tile=Cut(96, 1))
     check(results[0], x, weight)
     for whole, part in zip(results[::2], results[1::2], strict=True):
         assert torch.equal(whole, results[0]) and torch.equal(part, results[0][:110])
 
 
-def in_parts(monkeypatch, parts, blocks=3):
-    monkeypatch.setattr(prompts, "parts_of", lambda across, columns: parts)
-    monkeypatch.setattr(prompts, "blocks_of", lambda _: blocks)
-
-
-# Parts of whole items, of halves, of different sizes; on one cluster of blocks, on more, of which one has no tile; shares without tokens.
+# Columns that fill no stage, of which the last parts have none; packed tiles that fill no block; shares without tokens.
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("parts,M,rows,columns,most,blocks",
                          [(2, 70, 136, 1024, 32, 4), (2, 129, 40, 1600, 64, 2), (2, 33, 264, 2560, 96, 3), (2, 300, 24, 1856, 128, 2),
-                          (2, 9, 8, 576, 128, 6), (4, 70, 136, 1600, 32, 4), (4, 250, 528, 1024, 128, 8), (4, 72, 72, 1152, 96, 5),
-                          (4, 150, 136, 2080, 64, 4), (4, 13, 8, 1024, 96, 12)])
+                          (2, 9, 8, 576, 128, 6), (2, 65, 144, 64, 64, 3), (4, 70, 136, 1600, 32, 4), (4, 250, 528, 1024, 64, 8),
+                          (4, 72, 72, 1152, 64, 5), (4, 150, 136, 2112, 64, 4), (4, 13, 8, 1024, 32, 12), (4, 40, 24, 96, 64, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_the_columns(rng, monkeypatch, kind, parts, M, rows, columns, most, blocks, reverse):
-    in_parts(monkeypatch, parts, blocks)
+    monkeypatch.setattr(prompts, "blocks_of", lambda _: blocks)
     weight, x = any_weight(rng, kind, rows, columns), tokens(rng, M, columns)
-    (got,) = product(x, weight, most=most, reverse=reverse)
+    (got,) = product(x, weight, tile=Cut(most, parts), reverse=reverse)
     check(got, x, weight)
 
 
-@pytest.mark.parametrize("parts,ends", [(2, (512, 1280)), (4, (256, 512, 768, 1280))])
-def test_parts_are_added_in_their_order(rng, monkeypatch, parts, ends):
+@pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])  # whose sums are not multiplied by a factor
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_are_added_in_their_order(rng, monkeypatch, parts, kind):
     """The same bits from any number of blocks; and those of the parts' own products, one after the other."""
-    weight, x = any_weight(rng, "fp8", 144, 1280), tokens(rng, 100, 1280)
+    weight, x = any_weight(rng, kind, 144, 1280), tokens(rng, 100, 1280)
     packed, results = linear.pack_weights((weight,)), []
     for blocks in (1, 2, 8, 40):
-        in_parts(monkeypatch, parts, blocks)
+        monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
         with emulated():
-            results += prompts.projections(x, packed, most=32)
+            results += prompts.projections(x, packed, Cut(32, parts))
     assert all(torch.equal(r, results[0]) for r in results[1:])
-    in_parts(monkeypatch, 1)
     total = None
-    for first, end in zip((0, *ends), ends, strict=False):  # a part alone: the other columns of x are zero, which adds nothing
-        alone = torch.zeros_like(x)
-        alone[:, first:end] = x[:, first:end]
+    for part in range(parts):  # alone: the other columns of x are zero, which adds nothing
+        alone = torch.where(torch.arange(1280) // (128 if kind == "mxfp4" and parts == 2 else 64) % parts == part, x, 0.0)
         with emulated():
-            (sums,) = prompts.projections(alone, packed)
+            (sums,) = prompts.projections(alone, packed, Cut(64, 1))
         total = sums if total is None else total + sums
     assert torch.equal(results[0], total)
 
@@ -129,8 +123,8 @@ def test_parts_are_added_in_their_order(rng, monkeypatch, parts, ends):
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("kind", ["nvfp4", "plain"])
 def test_parts_of_every_result(rng, monkeypatch, kind, parts):
-    """fp32 rows of any number of columns, groups, and SwiGLU (the shared expert's; of several routed ones none is cut)."""
-    in_parts(monkeypatch, parts)
+    """fp32 rows of any number of columns, groups, and SwiGLU (the shared expert's; the columns of routed ones no parts share)."""
+    monkeypatch.setattr(prompts, "parts_of", lambda rows, columns, parts=parts: parts)
     weight, x = any_weight(rng, kind, 19, 1024), tokens(rng, 70, 1024)
     with emulated():
         (got,) = prompts.projections(x, linear.pack_weights((weight,)))
@@ -148,21 +142,29 @@ def test_parts_of_every_result(rng, monkeypatch, kind, parts):
     assert_as_good(moe(x, experts.pack_experts(*parts), chosen, weights), x, *parts, chosen, weights)
 
 
-# us on an H200 by (tokens of a tile, parts), by a script that is not in the repository, 2026-12-01 (docs/measurements.md).
+# us on an H200 by (tokens of a tile, parts), of those that took up to 1.6 times as long as the fastest: helpers/bench_prompts.py --sweep,
+# 2026-12-01 (docs/measurements.md).
 MEASURED = {
-    "pro wq_a, 1024": (1024, 7168, 1536, {(48, 1): 43.0, (64, 1): 46.5, (80, 1): 51.4, (96, 2): 34.4, (128, 2): 41.6, (64, 2): 50.1}),
-    "pro wkv, 1024": (1024, 7168, 512, {(16, 1): 33.2, (32, 1): 35.5, (48, 1): 40.0, (32, 2): 22.1, (64, 2): 25.3, (96, 2): 31.0,
-                                        (96, 4): 20.1, (128, 4): 24.3}),
-    "pro wo_b, 1024": (1024, 16384, 7168, {(128, 1): 325.9, (96, 1): 397.7, (64, 1): 417.6}),
-    "pro wo_b, 4096": (4096, 16384, 7168, {(128, 1): 1323.6, (96, 1): 1515.3, (64, 1): 1694.9}),
-    "pro shared w1 w3, 1024": (1024, 7168, 6144, {(96, 1): 116.0, (64, 1): 137.1, (128, 1): 143.4, (128, 2): 121.5, (96, 2): 127.6}),
-    "pro shared w1 w3, 4096": (4096, 7168, 6144, {(128, 1): 506.8, (96, 1): 537.8, (64, 1): 647.6}),
-    "flash wq_a, 1024": (1024, 4096, 1024, {(32, 1): 23.2, (48, 1): 25.1, (64, 1): 27.1, (64, 2): 18.6, (96, 2): 21.2, (32, 2): 27.1}),
-    "flash wkv, 1024": (1024, 4096, 512, {(16, 1): 20.5, (32, 1): 21.4, (48, 1): 24.1, (32, 2): 14.7, (64, 2): 16.3, (96, 2): 19.9,
-                                          (96, 4): 14.3, (128, 4): 16.9}),
-    "flash wo_b, 1024": (1024, 8192, 4096, {(128, 1): 87.0, (96, 1): 134.3, (64, 1): 106.5}),
-    "flash shared w1 w3, 1024": (1024, 4096, 4096, {(128, 1): 49.3, (96, 1): 73.6, (64, 1): 59.8}),
-    "flash shared w2, 1024": (1024, 2048, 4096, {(128, 1): 27.1, (64, 1): 30.8, (80, 1): 33.4, (128, 2): 32.1, (96, 2): 35.9}),
+    "pro wq_a, 1024": (1024, 7168, 1536, {(48, 1): 42.7, (64, 1): 46.4, (80, 1): 51.6, (96, 1): 56.5, (64, 2): 54.7, (96, 2): 35.4,
+        (128, 2): 42.1, (64, 4): 53.7}),
+    "pro wkv, 1024": (1024, 7168, 512, {(32, 2): 23.7, (64, 2): 27.2, (32, 4): 29.7, (64, 4): 19.5}),
+    "pro wo_b, 1024": (1024, 16384, 7168, {(48, 1): 499.5, (64, 1): 448.2, (80, 1): 374.7, (96, 1): 414.8, (128, 1): 347.4,
+        (64, 2): 450.8, (96, 2): 401.4, (128, 2): 388.8}),
+    "pro wo_b, 4096": (4096, 16384, 7168, {(48, 1): 1936.2, (64, 1): 1598.5, (80, 1): 1492.8, (96, 1): 1374.9, (128, 1): 1215.8,
+        (64, 2): 1804.1, (96, 2): 1519.0, (128, 2): 1379.4}),
+    "pro shared w1 w3, 1024": (1024, 7168, 6144, {(48, 1): 176.8, (64, 1): 148.3, (80, 1): 168.1, (96, 1): 122.9, (128, 1): 156.6,
+        (64, 2): 174.9, (96, 2): 144.6, (128, 2): 132.3}),
+    "pro shared w1 w3, 4096": (4096, 7168, 6144, {(48, 1): 725.0, (64, 1): 606.3, (80, 1): 566.2, (96, 1): 497.6, (128, 1): 472.7,
+        (64, 2): 710.2, (96, 2): 587.4, (128, 2): 539.9}),
+    "flash wq_a, 1024": (1024, 4096, 1024, {(32, 1): 22.7, (48, 1): 24.9, (64, 1): 27.1, (32, 2): 27.2, (64, 2): 18.3, (96, 2): 21.0,
+        (128, 2): 24.9, (64, 4): 22.9}),
+    "flash wkv, 1024": (1024, 4096, 512, {(16, 1): 20.2, (32, 2): 15.0, (64, 2): 16.9, (96, 2): 20.4, (32, 4): 18.4, (64, 4): 12.9}),
+    "flash wo_b, 1024": (1024, 8192, 4096, {(64, 1): 112.4, (80, 1): 124.9, (96, 1): 138.8, (128, 1): 90.3, (64, 2): 131.4,
+        (96, 2): 121.8, (128, 2): 99.7}),
+    "flash shared w1 w3, 1024": (1024, 4096, 4096, {(48, 1): 75.1, (64, 1): 57.7, (80, 1): 63.6, (96, 1): 70.6, (128, 1): 47.8,
+        (64, 2): 68.3, (96, 2): 62.7, (128, 2): 53.2}),
+    "flash shared w2, 1024": (1024, 2048, 4096, {(48, 1): 39.6, (64, 1): 31.3, (80, 1): 34.4, (96, 1): 38.1, (128, 1): 27.2,
+        (64, 2): 37.8, (96, 2): 34.5, (128, 2): 30.1}),
 }
 # The same of experts' w1 with w3, whose tokens differ in number, by tokens of a tile.
 MEASURED_EXPERTS = {
@@ -178,26 +180,25 @@ def test_times_of_dense_products(name):
     """As predicted within a sixth, with 2 us for launch and start: the GPU's clock, taken as 1.7 GHz, was 1.5 to 1.98 in such runs. The
     chosen tile is the fastest that was measured."""
     tokens, K, N, times = MEASURED[name]
-    across = -(-N // prompts.BLOCK_ROWS)
-    predicted = {cut: prompts._busiest(tokens, across, K, None, 132, prompts.Cut(*cut)) / 1700 + 2 for cut in times}
+    predicted = {cut: prompts._busiest(tokens, N, K, None, 132, Cut(*cut)) / 1700 + 2 for cut in times}
     assert all(predicted[cut] == pytest.approx(us, rel=1 / 6) for cut, us in times.items())
-    assert times[prompts.cut(tokens, across, K, None, 132)] == min(times.values())
+    assert times[prompts.cut(tokens, N, K, None, 132)] == min(times.values())
 
 
 @pytest.mark.parametrize("name", MEASURED_EXPERTS)
 def test_the_chosen_tile_of_experts_is_among_the_fastest(name):
     """Within 2 %: widths beyond the tokens of most experts differ by noise."""
     tokens, K, N, experts, times = MEASURED_EXPERTS[name]
-    assert times[prompts.cut(tokens, -(-N // prompts.BLOCK_ROWS), K, experts, 132).most] <= 1.02 * min(times.values())
+    assert times[prompts.cut(tokens, N, K, experts, 132).most] <= 1.02 * min(times.values())
 
 
 def test_how_many_parts():
-    """By the weight alone, up to a step's 1,024 tokens; few rows have more of them, and none is short."""
-    assert [prompts.parts_of(across, 7168) for across in (1, 2, 4, 6, 12, 24, 512)] == [4, 4, 2, 2, 1, 1, 1]
-    assert [prompts.parts_of(1, columns) for columns in (64, 1023, 1024, 2047, 2048, 16384)] == [1, 1, 2, 2, 4, 4]
-    assert {prompts.cut(tokens, 4, 7168, None, 132).parts for tokens in (9, 100, 1024)} == {2}
-    assert prompts.cut(1025, 4, 7168, None, 132).parts == 1
-    assert prompts.cut(1024, 4, 7168, 1, 132).parts == 1  # experts, however few
+    """By the weight alone, up to a step's 1,024 tokens; few rows have more of them, few columns fewer."""
+    assert [prompts.parts_of(rows, 7168) for rows in (64, 512, 1024, 1536, 2048, 3072, 131072)] == [4, 4, 2, 2, 2, 1, 1]
+    assert [prompts.parts_of(512, columns) for columns in (64, 127, 128, 512, 1024, 16384)] == [1, 1, 2, 2, 4, 4]
+    assert {prompts.cut(tokens, 1024, 7168, None, 132).parts for tokens in (9, 100, 1024)} == {2}
+    assert prompts.cut(1025, 1024, 7168, None, 132).parts == 1
+    assert prompts.cut(1024, 512, 7168, 1, 132).parts == 1  # experts, however few
 
 
 def test_several_weights_of_one_input(rng):
@@ -309,7 +310,7 @@ def test_experts_with_few_tokens(rng, monkeypatch, kind, most, reverse):
     x, weights = torch.randn(S, D, generator=rng).bfloat16(), torch.rand(S, 1, generator=rng) + 0.1
     parts = layer(rng, D, inner, 7, kind, kind)
     with emulated(reverse=reverse):
-        got = prompts.moe(x, experts.pack_experts(*parts), chosen, weights, LIMIT, most)
+        got = prompts.moe(x, experts.pack_experts(*parts), chosen, weights, LIMIT, Cut(most, 1))
     assert_as_good(got, x, *parts, chosen, weights)
 
 
@@ -323,7 +324,7 @@ def test_experts_have_the_same_bits_in_any_tile(rng, monkeypatch, kind):
     for blocks, most in ((3, 128), (1, 80), (20, 32), (2, 16)):
         monkeypatch.setattr(prompts, "blocks_of", lambda _, blocks=blocks: blocks)
         with emulated():
-            results.append(prompts.moe(x, packed, chosen, weights, LIMIT, most))
+            results.append(prompts.moe(x, packed, chosen, weights, LIMIT, Cut(most, 1)))
     assert all(torch.equal(r, results[0]) for r in results[1:])
 
 

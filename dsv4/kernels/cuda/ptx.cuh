@@ -404,25 +404,6 @@ template <class T> PTX_FN T* cluster_map(T* shared, unsigned rank) {  // the sam
     asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(shared), "r"(rank));
     return reinterpret_cast<T*>(mapped);
 }
-// Stores to the same place in block `rank`'s shared memory.
-PTX_FN void store_cluster(float4* shared, unsigned rank, float4 v) {
-    asm volatile("{\n.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %0, %1;\nst.shared::cluster.v4.f32 [mapped], {%2, %3, %4, %5};\n}"
-                 ::"r"(ptx::shared_address(shared)), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-// mbarriers between them: arrives at block `rank`'s, for all that this thread has written or knows to be written; waits for such arrivals.
-PTX_FN void mbarrier_arrive_cluster(uint64_t* bar, unsigned rank) {
-    asm volatile("{\n.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [mapped];\n}" ::"r"(ptx::shared_address(bar)), "r"(rank) : "memory");
-}
-PTX_FN void mbarrier_wait_cluster(uint64_t* bar, unsigned parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" :: "r"(ptx::shared_address(bar)), "r"(parity) : "memory");
-}
 
 // ---- Conversions and packed arithmetic; all round to nearest even and keep subnormal numbers. A pair's first value is in the low half.
 PTX_FN uint32_t pack_bf16(float lo, float hi) {
