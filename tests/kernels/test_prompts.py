@@ -227,15 +227,16 @@ def test_groups(rng, kind):
     compare.assert_as_good(got, low, exact, roundings=4, scale=torch.einsum(terms, x.double().abs(), w.double().abs()))
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_groups_stay_apart(rng, kind):
+def test_groups_stay_apart(rng, kind, parts):
     """Not a number in one group of a token, where K ends within an item: the other groups do not see it."""
     G, K = 3, 96
     weight, x = any_weight(rng, kind, G * 16, K, block=(8, 128)), tokens(rng, 5, G, K)
     x[2, 1, 3], x[4, 2, 5] = float("nan"), float("inf")
     packed = linear.pack_weights((weight,))
     with emulated():
-        got = prompts.grouped_linear(arranged(x, packed), packed)
+        got = prompts.grouped_linear(arranged(x, packed), packed, Cut(32, parts))
     assert [(m, g) for m in range(5) for g in range(G) if not got[m, g].isfinite().all()] == [(2, 1), (4, 2)]
 
 
@@ -301,7 +302,7 @@ def test_moe(rng, kind, shared_kind, reverse):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("most", [16, 32, 80])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_with_few_tokens(rng, monkeypatch, kind, most, reverse):
+def test_experts_with_few_tokens(rng, kind, most, reverse):
     """1 to 70 tokens an expert, some with none, in tiles of all widths up to `most`; K of ragged chunks, stages and items; a block's tiles
     are of different experts and widths."""
     D, inner = 608, 352

@@ -24,7 +24,7 @@
 //
 // Instructions a warp for 64 columns of NVFP4: 75, of which 48 expand, so a scheduler with its four warps has 300 for 256 rows; the tensor
 // cores take 256 cycles for 32 tokens, 1,024 for 128. Measured on an H200, cycles of 64 columns x 256 rows at 1.7 GHz, by dense products:
-// 490 with 16 tokens, 580 with 32, 740 with 64, 930 with 96, 1,170 with 128, and 93 to 101 % of torch's bf16 rate with 4,096 tokens where a
+// 490 with 16 tokens, 580 with 32, 740 with 64, 930 with 96, 1,170 with 128, and 92 to 100 % of torch's bf16 rate with 4,096 tokens where a
 // weight has 1,024 rows or more; of two parts 1.15 times as many, of four 1.5, as more comes to shared memory and less of it is used again.
 // Of experts, whose weights come from DRAM (480 cycles): 540 with 8 tokens, 640 with 24, 920 with 64, 1,320 with 128. So with few tokens
 // the warpgroups expand at the same time and multiply at the same time; having them multiply in turns, by named barriers, was slower in
@@ -569,7 +569,7 @@ static cudaError_t launch(const void* x, int x_columns, const void* weights, con
 //   1  the weights are pairs (w1 with w3): out bf16 [rows, columns up to the next multiple of 64], arranged in the order of `short_order`:
 //      silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weights [rows] fp32 (null: 1);
 //   2  out fp32 [rows, (matrices *) columns].
-// parts: of K, 1 or, without offsets, 2 or 4, these with `most` up to 64.
+// parts: of K, 1 or, without offsets, 2 or 4; 4 with `most` up to 64.
 template <int kFormat>
 static cudaError_t packed_gemm(const void* x, const void* weights, const float* factors, const int* offsets, const float* row_weights,
                                void* out, int rows, int columns, int x_columns, int matrices, int result, int most, int parts,
